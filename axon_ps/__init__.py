@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from axon_ps import errors, renamed
-from axon_ps.host.fork import turn_grpc_handlers_off
+from axon_ps.host.fork import disable_grpc_fork_handlers
 from axon_ps.version import __version__
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ __all__ = ["__version__", "errors", *_LAZY]
 __all__.remove("GlooBackend")  # `from axon_ps import *` needs no torch
 
 renamed.install()
-turn_grpc_handlers_off()
+disable_grpc_fork_handlers()
 
 
 def __getattr__(name: str) -> Any:

@@ -147,8 +147,8 @@ def again(error: E) -> E:
     """Copy an error without its traceback, to keep the copy, or to raise it in place of a kept error.
 
     An error holds the frames that it has passed, and so their variables. A kept error that is raised to a user would
-    hold the user's model, which then is never freed: a model refers to its world through PyTorch's hooks, where the
-    garbage collector of Python does not look.
+    hold the user's model for ever: a model refers to its world through PyTorch's hooks, where the garbage collector of
+    Python does not look.
     """
     copied = type(error).__new__(type(error), *error.args)
     copied.args = error.args
@@ -158,7 +158,7 @@ def again(error: E) -> E:
 
 
 def forget(error: BaseException) -> None:
-    """Drop the frames that an error, and the errors that led to it, have passed, with the frames' variables.
+    """Drop the frames passed by an error and by the errors that led to it, with the frames' variables.
 
     It is for an error that was answered, and that a future or gRPC still keeps.
     """

@@ -1,9 +1,9 @@
 """Classes by name, and the modules of users that add to them.
 
-Only names travel: a job is registered with "adamw", and every process of it makes the optimizer of that name. So the
-module that registers a class is loaded in every process that needs it. Users' own processes import it, and servers are
-told its name (`--plugins`). A module that an installed package declares as an entry point of `axon_ps.plugins` is
-loaded wherever a name is not known yet.
+Only names travel: a job is registered with "adamw", and every process of it makes the optimizer of that name. So every
+process that needs a class loads the module of its registration. Users' own processes import it, and servers are told
+its name (`--plugins`). A module that an installed package declares as an entry point of `axon_ps.plugins` is loaded
+wherever a name is not known yet.
 """
 
 from __future__ import annotations

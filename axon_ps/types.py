@@ -250,8 +250,8 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
-    """The replica that steps alone, and its clock, which counts its decided steps in a generation.
+class ReplicaClock:
+    """A replica that steps alone, and its clock: the number of its decided steps in a generation.
 
     Attributes:
         replica: the replica whose gradient it is.
@@ -293,7 +293,7 @@ class Decision:
         hyper: per parameter group, the hyperparameters of this step.
         reason: why it was skipped or aborted, in words.
         next_generation: of an abort because the membership changes: the generation that it changes to; else 0.
-        turn: the replica whose step it was; None = all replicas'.
+        replica_clock: the replica whose step it was; None = all replicas'.
         model: number of the model.
         copy: the copy from another model; None = it takes gradients.
         commit: of a commit or a skip, the values committed with it, by name; see `Vote.commit`.
@@ -301,7 +301,7 @@ class Decision:
         traceparent: the coordinator's span of it; empty = the step is not traced.
         untouched: of a commit, numbers in the layout of the parameters that no worker had a gradient of, ascending.
             The optimizer leaves them alone: values, moments and counts of updates.
-        optimizer: of a commit: it takes the place of the model's before the update; None = that stays.
+        optimizer: of a commit: it replaces the model's before the update; None = that stays.
         refused: of an abort because of the votes: how many of these there are in a row, this one counted; else 0.
     """
 
@@ -314,7 +314,7 @@ class Decision:
     hyper: tuple[Hyper, ...] = ()
     reason: str = ""
     next_generation: int = 0
-    turn: Turn | None = None
+    replica_clock: ReplicaClock | None = None
     model: int = 0
     copy: CopyFrom | None = None
     commit: Mapping[str, str] = field(default_factory=dict)
@@ -338,7 +338,7 @@ class OptimizerSpec:
         name: registry name ("adamw").
         groups: per parameter group, hyperparameter values by name (flags as 0.0 or 1.0).
         group_of: per parameter of the layout (by its index), the index of its group; -1 for those that no step moves.
-        moments: hyperparameters of earlier steps that needed moments which those of `groups` do not.
+        moments: hyperparameters of earlier steps, if they needed moments that those of `groups` do not need.
     """
 
     name: str
@@ -349,7 +349,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerChange:
-    """An optimizer that takes the place of a model's with a step.
+    """A new optimizer for a model, which replaces the present one with a step.
 
     Attributes:
         spec: the new optimizer.

@@ -1,11 +1,11 @@
-"""The laboratory beside the product: everything by which axon_ps is struck, compared and measured.
+"""The laboratory beside the product: tools that inject faults into axon_ps, compare its results, and measure it.
 
 - `faults`: a cluster whose processes stop at an exact moment, and whose connections can be disturbed.
 - `chaos`: seeded campaigns of faults against a job, and their reports.
-- `conformance`: the cases that every `Backend` passes.
+- `conformance`: the cases that every `Backend` has to pass.
 - `device`: a stand-in for a GPU.
 - `simulate`: forecasts for a cluster that is not rented yet.
-- `etcd`, `clock`: an etcd of this machine; a clock whose time changes on command.
+- `etcd`, `clock`: an etcd cluster on this machine; a clock whose time changes on command.
 - `commands`: the commands `chaos`, `simulate` and `doctor --measure` of `axon-ps`.
 
 The product does not import it: `axon-ps` finds these commands by their names.

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-_PARTS: Final = ("_worker", "_rank", "_device", "_link")
-"""Ends of the names of scripts that are parts of a benchmark."""
+_COMPONENTS: Final = ("_worker", "_rank", "_device", "_link")
+"""Ends of the names of scripts that a benchmark starts."""
 
 _EXTRAS: Final = {"integrations": "lightning"}
-"""A library of each extra that campaigns need."""
+"""By extra that campaigns need, one of its libraries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Campaign:
 
     Attributes:
         command: the arguments of Python: a script, or `-m pytest`, and its first arguments.
-        does: what it does, in a line.
-        takes: about how long, on two cores; empty = unknown.
-        needs: what it needs of the machine; empty = nothing.
+        does: its description, in a line.
+        takes: its approximate time on two cores; empty = unknown.
+        needs: its requirements on the machine; empty = none.
         extra: the extra of this package that it needs; empty = none.
         paths: folders of the checkout whose modules it imports by name.
     """
@@ -53,7 +53,7 @@ def campaigns() -> dict[str, Campaign]:
         found = {name: Campaign(**fields) for name, fields in tomllib.load(file).items()}
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if path.stem not in found and '__name__ == "__main__"' in text and not path.stem.endswith(_PARTS):
+        if path.stem not in found and '__name__ == "__main__"' in text and not path.stem.endswith(_COMPONENTS):
             script = path.relative_to(ROOT).as_posix()
             found[path.stem] = Campaign(
                 command=(script,), does=(ast.get_docstring(ast.parse(text)) or "").split("\n")[0]

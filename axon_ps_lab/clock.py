@@ -6,7 +6,7 @@ from axon_ps.errors import InvalidRequest
 
 
 class ManualClock:
-    """Seconds since an arbitrary moment; call it to read it, wherever a `time.monotonic` is expected.
+    """Seconds since an arbitrary moment. Call it to read the time, in place of `time.monotonic`.
 
     Args:
         now_s: its first time.
@@ -22,7 +22,7 @@ class ManualClock:
         """Advance the time; returns the new time.
 
         Raises:
-            InvalidRequest: time would run backwards.
+            InvalidRequest: the time would go backwards.
         """
         if not seconds >= 0:
             raise InvalidRequest(f"a clock was told to advance by {seconds} s; time does not run backwards")

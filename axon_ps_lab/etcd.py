@@ -1,4 +1,4 @@
-"""`LocalEtcd`: a real etcd cluster on this machine, for tests and benchmarks of what is stored there."""
+"""`LocalEtcd`: a real etcd cluster on this machine, for tests and benchmarks of the state that is stored there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from axon_ps.host.ports import free_ports
 from axon_ps.rpc.security import Security
 
 NEEDED = "there is no etcd: apt-get install etcd-server"
-"""Why a test of it is skipped where `is_installed()` is False."""
+"""The reason for skipping a test that needs etcd, where `is_installed()` is False."""
 
 _START_S = 30.0
 _POLL_S = 0.02
@@ -33,7 +33,7 @@ _FILLER_BYTES = 256 << 10
 
 
 def is_installed() -> bool:
-    """Whether there is a program etcd here."""
+    """Return True if the program etcd is installed."""
     return shutil.which("etcd") is not None
 
 
@@ -41,13 +41,13 @@ class LocalEtcd:
     """Members of one etcd cluster as real processes on loopback, as a context manager.
 
     Args:
-        members: how many: 1 or 3.
-        quota_bytes: how much it stores; 0 = etcd's default.
-        security: certificates (its own, and whom it trusts), for TLS; every client needs one, then.
+        members: number of members: 1 or 3.
+        quota_bytes: the most bytes that it stores; 0 = etcd's default.
+        security: the members' certificate and their trusted CA, for TLS; every client needs a certificate then.
 
     Attributes:
-        endpoints: "host:port" of each, for clients.
-        oldest: the oldest revision that it still has; see `compact`.
+        endpoints: "host:port" of each member, for clients.
+        oldest: the oldest revision that the cluster still has; see `compact`.
     """
 
     def __init__(self, members: int = 1, *, quota_bytes: int = 0, security: Security | None = None) -> None:
@@ -67,10 +67,10 @@ class LocalEtcd:
         return ",".join(self.endpoints)
 
     def __enter__(self) -> LocalEtcd:
-        """Start it; returns when every member answers.
+        """Start the cluster; returns when every member answers.
 
         Raises:
-            AxonError: one ended, or did not answer in time; its log is in the message.
+            AxonError: a member ended, or did not answer in time; its log is in the message.
         """
         self._directory = tempfile.TemporaryDirectory(prefix=f"axon-ps-etcd-{os.getpid()}-", ignore_cleanup_errors=True)
         try:
@@ -96,10 +96,10 @@ class LocalEtcd:
         self._members[index].end()
 
     def leader(self) -> int:
-        """The index of the member that leads the others.
+        """Return the index of the member that leads the others.
 
         Raises:
-            AxonError: none does.
+            AxonError: no member leads.
         """
         for index, endpoint in enumerate(self.endpoints):
             if b"etcd_server_is_leader 1\n" in self._answer(endpoint, "metrics"):
@@ -107,7 +107,7 @@ class LocalEtcd:
         raise AxonError("no member of the etcd cluster leads")
 
     def compact(self) -> None:
-        """Forget all revisions but the newest, and give their space back, as its operators do now and then."""
+        """Forget all revisions but the newest, and free their space, as etcd's operators do now and then."""
         status = self._call(self.endpoints[0], "v3/maintenance/status", {})
         self.oldest = int(status["header"]["revision"])
         self._call(self.endpoints[0], "v3/kv/compaction", {"revision": self.oldest, "physical": True})
@@ -115,7 +115,7 @@ class LocalEtcd:
             self._call(endpoint, "v3/maintenance/defragment", {})
 
     def fill(self) -> None:
-        """Store keys of our own until its quota is used up, so that it refuses to write."""
+        """Store keys until the cluster's quota is used up, so that it refuses to write."""
         value = base64.b64encode(os.urandom(_FILLER_BYTES)).decode()
         with contextlib.suppress(AxonError):
             while True:
@@ -123,7 +123,7 @@ class LocalEtcd:
                 self._call(self.endpoints[0], "v3/kv/put", {"key": key, "value": value})
 
     def empty(self) -> None:
-        """Remove what `fill` has stored; it writes again."""
+        """Remove the keys that `fill` has stored; the cluster accepts writes again."""
         first, end = (base64.b64encode(key.encode()).decode() for key in (_FILLER, f"{_FILLER}~"))
         self._call(self.endpoints[0], "v3/kv/deleterange", {"key": first, "range_end": end})
         self.compact()
@@ -133,7 +133,7 @@ class LocalEtcd:
 
     @contextlib.contextmanager
     def slow_disks(self, delay_s: float) -> Iterator[None]:
-        """Meanwhile every `fdatasync` of its members takes so much longer; needs the program strace."""
+        """Delay every `fdatasync` of the members in a `with` block; needs the program strace."""
         inject = f"inject=fdatasync:delay_exit={delay_s * 1e6:.0f}"
         tracers = []
         try:
@@ -162,7 +162,7 @@ class LocalEtcd:
         """Call a method of a member's JSON gateway; returns the reply.
 
         Raises:
-            AxonError: it refuses, or does not answer.
+            AxonError: the member refuses, or does not answer.
         """
         try:
             reply = json.loads(self._open(endpoint, path, json.dumps(content).encode(), timeout_s=_START_S))
@@ -189,7 +189,7 @@ class LocalEtcd:
         return Child.start(f"etcd {number}", argv, environment, last_signal=signal.SIGKILL, output=log)
 
     def _answer(self, endpoint: str, path: str) -> bytes:
-        """The page that a member answers with; empty when it does not."""
+        """Return a member's reply to a page request; empty if it does not answer."""
         try:
             return self._open(endpoint, path)
         except OSError:

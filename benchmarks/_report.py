@@ -1,7 +1,7 @@
-"""How every benchmark reports: a table on the terminal, and a JSON file that says what machine it ran on.
+"""The report of every benchmark: a table on the terminal, and a JSON file that describes the machine it ran on.
 
 Owns: the description of the machine, the form of `benchmarks/results/*.json`, and the table.
-Refuses: to describe who ran it. No host name, user or path gets into a file.
+Refuses: to identify the user. No host name, user or path gets into a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "grpcio", "numpy", "numba")
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to compare numbers: processor, cores, memory, kernel and versions.
+    """Return the facts that a reader needs to compare numbers: processor, cores, memory, kernel and versions.
 
     Returns:
         `cpu` (model name), `cores` (that this process may use), `memory_gib`, `kernel`, `python`, and a version, or
@@ -38,12 +38,12 @@ def machine() -> dict[str, Any]:
 
 
 def write(name: str, rows: Sequence[Mapping[str, Any]], **extra: Any) -> Path:
-    """Writes `benchmarks/results/<name>.json`: the name, the machine, what `extra` says, and the rows.
+    """Write `benchmarks/results/<name>.json`: the name, the machine, `extra`, and the rows.
 
     Args:
-        name: of the benchmark; the file's stem, which may be in a folder ("gpu/staging").
+        name: name of the benchmark; the file's stem, which may be in a folder ("gpu/staging").
         rows: one mapping per measurement, column names with units ("median_ms").
-        extra: anything else a reader needs (sizes, repetitions, what was compared).
+        extra: further facts that a reader needs (sizes, repetitions, the systems compared).
 
     Returns:
         The file written.
@@ -56,7 +56,7 @@ def write(name: str, rows: Sequence[Mapping[str, Any]], **extra: Any) -> Path:
 
 
 def dumped(content: Mapping[str, Any]) -> str:
-    """JSON of an object in which each item, and each object of a list, has a line of its own."""
+    """Return an object as JSON, in which each item, and each object of a list, has a line of its own."""
     items = {key: _rows(value) if isinstance(value, list) else _line(value) for key, value in content.items()}
     return "{\n" + ",\n".join(f"{_line(key)}: {value}" for key, value in items.items()) + "\n}\n"
 
@@ -72,7 +72,7 @@ def _line(value: Any) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints rows under a title; numbers are aligned right, floats have two decimals, None is a blank."""
+    """Print rows under a title; numbers are aligned right, floats have two decimals, None is a blank."""
     texts = [[_text(cell) for cell in row] for row in rows]
     widths = [max(len(column), *(len(row[i]) for row in texts), 0) for i, column in enumerate(columns)]
     numeric = [all(isinstance(row[i], (int, float, NoneType)) for row in rows) for i in range(len(columns))]
@@ -91,7 +91,7 @@ def _text(cell: object) -> str:
 
 
 def _after_colon(path: Path, key: str) -> str | None:
-    """The value of the first "key : value" line of a file, if there is one."""
+    """Return the value of the first "key : value" line of a file, if there is one."""
     if not path.exists():
         return None
     lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())

@@ -2,8 +2,8 @@
 
     python benchmarks/chaos.py [--faults 2000] [--seed 20] [--campaign examples/chaos.toml]
 
-What is compared: the samples of every committed step with those it should have had, the weights bit by bit with those
-of the same job that nothing happens to, and the memory of the processes that live long. The page build/chaos/chaos.html
+The samples of every committed step are compared with those it should have had, and the weights bit by bit with those of
+the same job without faults. The memory of the processes that live long has to be flat. The page build/chaos/chaos.html
 has every fault.
 """
 
@@ -32,7 +32,7 @@ ONLY_IN_THE_PAGE = ("timeline", "commits_per_s", "memory_mib", "by_kind")
 
 
 def main() -> int:
-    """0 when nothing was lost."""
+    """Run the campaign; returns 0 if nothing was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--campaign", type=Path, default=ROOT / "examples" / "chaos.toml")
     parser.add_argument("--faults", type=int)

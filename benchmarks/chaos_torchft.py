@@ -1,12 +1,12 @@
-"""Workers that are killed: ours with a standby beside torchft 0.2's, the same model, workers and kills.
+"""Killed workers: axon_ps with a standby beside torchft 0.2, with the same model, workers and kills.
 
     pip install 'torchft==0.2.*'     # in an environment of its own, with torch
     python benchmarks/chaos_torchft.py --torchft-python PYTHON [--kills 20]
 
-torchft has no standby: a killed worker is started again, and the others go on without it. From a kill to the next step
-that anybody commits; until all workers take part again; samples that were handed out and that no committed step has
-used. A worker of torchft's loop drops the batch of an attempt that did not commit, as in its own example: its
-documentation calls its sampler "inherently lossy".
+torchft has no standby: a killed worker is started again, and the others go on without it. Measured are the time from a
+kill to the next step that any worker commits, the time until all workers take part again, and the samples that were
+handed out and that no committed step has used. A worker of torchft's loop drops the batch of an attempt that did not
+commit, as in torchft's own example: its documentation calls its sampler "inherently lossy".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Peer:
 
     Args:
         python: the Python that has torchft.
-        directory: for notes and logs.
+        directory: directory for notes and logs.
 
     Attributes:
         restarts: workers that were started again because they had ended by themselves.
@@ -69,17 +69,17 @@ class Peer:
         )  # fmt: skip
 
     def notes(self, replica: int) -> list[Row]:
-        """What a worker has written down, in all of its lives."""
+        """Return the notes of a worker, from all of its lives."""
         path = self._directory / f"{replica}"
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def commits(self, of: int = 0) -> list[float]:
-        """When steps were committed, by at least so many workers."""
+        """Return the times at which steps were committed, by at least so many workers."""
         return sorted(n["at"] for r in range(WORKERS) for n in self.notes(r) if n.get("of", -1) >= of)
 
     def wait(self, since: float, of: int) -> float:
-        """When so many workers first committed a step after `since`."""
+        """Return the time at which so many workers first committed a step after `since`."""
         deadline = time.monotonic() + LONGEST_S
         while time.monotonic() < deadline:
             if after := [at for at in self.commits(of) if at > since]:
@@ -89,7 +89,7 @@ class Peer:
         raise RuntimeError(f"no step of {of} workers within {LONGEST_S:g} s:\n{self._tail()}")
 
     def _start_again(self) -> None:
-        """Start workers again that have ended by themselves, as a launcher does."""
+        """Restart the workers that have ended by themselves, as a launcher does."""
         for replica, process in enumerate(self._workers):
             if process.poll() is not None:
                 self.restarts += 1
@@ -99,7 +99,7 @@ class Peer:
         return (self._directory / "log").read_text(encoding="utf-8", errors="replace")[-3000:]
 
     def kill(self, replica: int) -> tuple[float, float]:
-        """Kill a worker and start it again: seconds to the next commit, and until all take part."""
+        """Kill a worker and start it again; returns seconds to the next commit, and until all workers take part."""
         began = time.monotonic()
         self._workers[replica].kill()
         self._workers[replica].wait(LONGEST_S)
@@ -107,14 +107,14 @@ class Peer:
         return self.wait(began, 1) - began, self.wait(began + 0.01, WORKERS) - began
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes."""
         for process in (*self._workers, self._lighthouse):
             process.kill()
             process.wait(LONGEST_S)
         self._log.close()
 
     def samples(self) -> tuple[int, int, int]:
-        """How many were used, lost and doubled. What the last attempt was given counts for neither."""
+        """Count the samples used, lost and doubled. The samples of a worker's last attempt do not count as lost."""
         used: Counter[int] = Counter()
         given: set[int] = set()
         for replica in range(WORKERS):
@@ -131,7 +131,7 @@ class Peer:
 
 
 def torchft(python: str, kills: int, seed: int) -> Row:
-    """What torchft makes of it."""
+    """Measure torchft."""
     chance, waits = random.Random(seed), list[tuple[float, float]]()
     with tempfile.TemporaryDirectory() as directory:
         peer = Peer(python, Path(directory))
@@ -150,7 +150,7 @@ def torchft(python: str, kills: int, seed: int) -> Row:
 
 
 def ours(kills: int, seed: int) -> Row:
-    """What we make of it."""
+    """Measure axon_ps."""
     text = (
         f"seed = {seed}\nfaults = {kills}\nquiet_s = {QUIET_S}\nmoments = 0\n[kinds.kill]\nroles = ['worker']\n"
         f"[embedded]\nworkers = {WORKERS}\nbatch = {BATCH}\npause_s = {PAUSE_S}\nlease_s = {LEASE_S}\nspared_from = 1\n"
@@ -171,7 +171,7 @@ def ours(kills: int, seed: int) -> Row:
 
 
 def row(what: str, waits: Sequence[float], complete: Sequence[float]) -> Row:
-    """The times of one side."""
+    """Return a row with the times of one side."""
     return {
         "what": what,
         "kills": len(waits),

@@ -1,8 +1,8 @@
-"""A process of torchft's, for `chaos_torchft.py`: its lighthouse, or a worker as in torchft's own example train_ddp.py.
+"""A process of torchft, for `chaos_torchft.py`: its lighthouse, or a worker as in torchft's own example train_ddp.py.
 
-Run by the Python that has torchft. A worker writes down the samples of every attempt before it computes with them, and
-what has committed. Its data loader goes on where its last committed batch was, as if it were saved with every step,
-which torchft recommends.
+It is run by the Python that has torchft. A worker writes down the samples of every attempt before it computes with
+them, and whether the attempt has committed. Its data loader continues after its last committed batch, as if it were
+saved with every step, which torchft recommends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it does not say that it exports it
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not export it
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 
@@ -24,7 +24,7 @@ INPUTS, LAYERS, SEED = 16, 3, 7
 
 
 def serve(heartbeat_s: float) -> None:
-    """Be the lighthouse, as torchft's README starts it, but for how long the silence of a worker is tolerated."""
+    """Run the lighthouse, as in torchft's README except for the tolerated silence of a worker."""
     lighthouse = LighthouseServer(
         bind="[::]:0",
         min_replicas=1,
@@ -38,7 +38,7 @@ def serve(heartbeat_s: float) -> None:
 
 
 def build(width: int) -> nn.Module:
-    """The model of `axon_ps_lab.chaos.training`."""
+    """Make the model of `axon_ps_lab.chaos.training`."""
     torch.manual_seed(SEED)
     middle = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(nn.Linear(INPUTS, width), nn.Tanh(), *middle, nn.Linear(width, 1))
@@ -93,7 +93,7 @@ def train(lighthouse: str, replica: int, notes: Path, begin: int, options: argpa
 
 
 def main() -> None:
-    """The lighthouse, or a worker."""
+    """Run the lighthouse, or a worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", type=float, default=0.0, help="be the lighthouse, with this heartbeat timeout")
     parser.add_argument("--lighthouse", default="")

@@ -1,11 +1,12 @@
-"""Step time while a checkpoint is being written, against step time while none is, in one run, taking turns.
+"""Step time while a checkpoint is written, against step time otherwise, alternating in one run.
 
-A 17M-parameter residual MLP under FULL_SHARD on this machine: one shard server, whose memory the workers map, Adam's
-state (12 bytes a parameter are written), checkpoints on a local disk. Each round makes some steps, then has a
-checkpoint written and steps until it is complete. Two settings: `cpu`, in which workers compute on the same cores that
-write, and `device`, in which they wait for an emulated accelerator. Reported are the median step without and with a
-checkpoint being written, their ratio, the ratio of the longest step, and what a checkpoint costs a job that has one
-written every ten minutes.
+A 17M-parameter residual MLP is trained under FULL_SHARD on this machine, with Adam's state and one shard server, whose
+memory the workers map. 12 bytes a parameter are written, to a local disk. Each round makes some steps, then has a
+checkpoint written, and makes steps until it is complete. In the setting `cpu`, workers compute on the same cores that
+write; in `device`, they wait for an emulated accelerator.
+
+Reported are the median step without and with a checkpoint being written, their ratio, the ratio of the longest step,
+and the cost of checkpoints to a job that writes one every ten minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RUN_TIMEOUT_S = 900.0
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
-    """One worker; rank 0 returns the figures."""
+    """Run one worker; returns the figures on rank 0."""
     import torch
     import torch.nn.functional as F
 
@@ -66,7 +67,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
             saving = None
             if world.rank == 0:
                 saving = world.save_checkpoint(f"{options.directory}/{number}", async_op=True, timeout_s=300.0)
-            while True:  # on every rank the same number: rank 0 says when it is over
+            while True:  # the same number on every rank: rank 0 ends the loop for all
                 busy_s.append(step())
                 over = saving is not None and saving.is_completed()
                 if not any(world.gather_json(over)):
@@ -81,7 +82,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def row(name: str, figures: dict[str, Any]) -> dict[str, Any]:
-    """One line of the table."""
+    """Return a line of the table."""
     quiet_s, busy_s = figures["quiet_s"], figures["busy_s"]
     median_s = statistics.median(quiet_s)
     extra_s = (sum(busy_s) - len(busy_s) * median_s) / len(figures["written_s"])
@@ -101,7 +102,7 @@ def row(name: str, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, device_s: float) -> dict[str, Any]:
-    """All rounds of one setting."""
+    """Run all rounds of one setting."""
     with (
         tempfile.TemporaryDirectory(prefix="axon-ps-bench-", dir=options.directory) as directory,
         Loopback(["here"]) as place,

@@ -1,6 +1,6 @@
 """Processes of a cluster for benchmarks: on this machine or on the hosts of a `Network`, started by the command line.
 
-A *place* is where hosts are: `Loopback` (all of them this machine) or `netns.Network`.
+A *place* is a set of hosts: `Loopback` (all of them are this machine) or `netns.Network`.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ class Loopback:
         stop(self._processes)
 
     def address(self, _host: str) -> str:
-        """Where every host is."""
+        """Return the address of every host."""
         return "127.0.0.1"
 
     def node(self, _host: str) -> str:
-        """What a process there calls its host: all are on one, and read each other's memory."""
+        """Return the name that a process uses for its host: all share one, and read each other's memory."""
         return "here"
 
     def popen(self, _host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start `command`; ended on leaving the context if it still runs."""
+        """Start `command`; it is ended on leaving the context if it still runs."""
         self._processes.append(subprocess.Popen(command, **options))
         return self._processes[-1]
 
     def counters(self, _host: str) -> tuple[int, int]:
-        """Bytes the loopback device has received and sent, of everybody."""
+        """Return the bytes that the loopback device has received and sent, for all processes."""
         line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if "lo:" in line)
         fields = line.split(":")[1].split()
         return int(fields[0]), int(fields[8])
 
 
 class Sockets(Loopback):
-    """This machine as hosts that share no memory: containers, or links that are no limit."""
+    """This machine as hosts that share no memory, such as containers, without a limit of their links."""
 
     def node(self, host: str) -> str:
-        """A host of its own."""
+        """Return the host's own name."""
         return host
 
 
@@ -68,7 +68,11 @@ Place = Loopback | Network
 def axon_cluster(
     place: Place, servers: Sequence[str], *, workers: int, replication: int = 1, shard: Sequence[str] = ()
 ) -> Iterator[tuple[list[subprocess.Popen[Any]], str]]:
-    """A coordinator on the first of `servers`, shard servers (options: `shard`) on all; yields them and its address."""
+    """Start a coordinator on the first of `servers`, shard servers (options: `shard`) on all.
+
+    Yields:
+        The processes, and the coordinator's address.
+    """
     port = free_ports()
     coordinator = f"{place.address(servers[0])}:{port}"
     listen = ["--insecure", "--log-level", "warning", "--host"]
@@ -87,11 +91,11 @@ def axon_cluster(
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a live process, user and system, all threads."""
+    """Return the CPU seconds of a live process, user and system, all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def rss_mib(pid: int) -> float:
-    """Resident memory of a live process."""
+    """Return the resident memory of a live process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)

@@ -1,9 +1,9 @@
 """One worker of the collectives benchmark: the same operations over gloo, or over the shard servers.
 
-Started by collectives_netns.py. A round begins at one moment on all ranks, which all run on one machine and so have the
-same clock: neither side's time depends on how far apart its barrier lets ranks go. For every operation rank 0 prints
+It is started by collectives_netns.py. All ranks run on one machine and so have the same clock. A round begins at one
+moment on all of them, so neither side's time depends on the accuracy of its barrier. For every operation rank 0 prints
 READY before the timed rounds and DONE after them, and waits for a line on its standard input each time, so that the
-parent reads counters while nobody works. The last line of every rank is its result as JSON: seconds of every round, by
+parent reads counters while no rank works. The last line of every rank is its result as JSON: seconds of every round, by
 operation.
 """
 
@@ -22,14 +22,14 @@ import numpy as np
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 TIMEOUT_S = 120.0
 LEAD_S = 0.005
-"""From when the last rank is ready until a round begins."""
+"""Seconds between the moment at which the last rank is ready and the begin of a round."""
 
 POLL_S = 0.0005
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one system gives: every operation on ready buffers, and a barrier."""
+    """The interface of a system: every operation on ready buffers, and a barrier."""
 
     rank: int
     operations: dict[str, Callable[[], None]]
@@ -38,7 +38,7 @@ class Side:
 
 
 def gloo(numel: int) -> Side:
-    """torch.distributed's gloo."""
+    """Make the side of torch.distributed's gloo."""
     import torch
     import torch.distributed as dist
 
@@ -69,7 +69,7 @@ def gloo(numel: int) -> Side:
 
 
 def axon(numel: int) -> Side:
-    """The gRPC backend of axon_ps, without a World: its calls and nothing else."""
+    """Make the side of axon_ps: the calls of the gRPC backend, without a World."""
     from itertools import count
 
     from axon_ps.aggregation.client.client import CollectiveClient
@@ -111,7 +111,7 @@ def axon(numel: int) -> Side:
         rank=rank,
         ranks=tuple(range(size)),
         members=members,
-        store=None,  # type: ignore[arg-type]  # this backend needs none
+        store=None,  # type: ignore[arg-type]  # this backend needs no store
     )
     backend = GrpcBackend(context, GrpcCalls(loop=loop, client=client))
     sequence = count()
@@ -156,11 +156,11 @@ def axon(numel: int) -> Side:
 
 
 class Start:
-    """One moment at which all ranks begin, agreed in a file that they share.
+    """The moment at which all ranks begin, agreed in a file that they share.
 
     Args:
-        path: of the file, of the ranks' moments f64[n], zeros at first.
-        rank: ours.
+        path: path of the file, with the ranks' moments f64[n], zeros at first.
+        rank: this rank.
     """
 
     def __init__(self, path: str, rank: int) -> None:
@@ -169,7 +169,7 @@ class Start:
         self._last_s = 0.0
 
     def wait(self) -> float:
-        """Wait until all are there and a little longer; the moment, of `time.perf_counter`, that it is then."""
+        """Wait until all ranks are ready and a little longer; returns that moment, of `time.perf_counter`."""
         self._ready_s[self._rank] = time.perf_counter()
         while self._ready_s.min() <= self._last_s:
             time.sleep(POLL_S)
@@ -179,7 +179,7 @@ class Start:
 
 
 def ask(side: Side, word: str) -> None:
-    """Everybody stops; the parent is told `word` and says when to go on."""
+    """Stop all ranks, print `word` for the parent, and wait until it answers."""
     side.barrier()
     if side.rank == 0:
         print(word, flush=True)
@@ -188,7 +188,7 @@ def ask(side: Side, word: str) -> None:
 
 
 def timed(side: Side, start: Start, do: Callable[[], None], rounds: int) -> list[float]:
-    """Seconds from every round's beginning until this rank was done."""
+    """Return the seconds of this rank from the begin of every round."""
     times_s = []
     for _ in range(rounds):
         side.barrier()

@@ -1,10 +1,10 @@
 """Collectives of processes on one host: axon_ps over shared memory, beside gloo, Open MPI and a memory copy.
 
-All systems of a row are measured in turn, within the same seconds, `--rounds` times, in arrays that are new in each
-round: pages differ in speed, and a process that got good ones would keep them. A row has the medians, and a ratio is
-the median of those within a round. A time is that of the slowest rank, per operation, over several operations one
-after the other. Sizes are those of the full buffer: what all_reduce works on, what all_gather makes, what
-reduce_scatter takes. "memcpy" is every rank copying the full buffer at the same time.
+All systems of a row are measured within the same seconds, one after the other, `--rounds` times. Arrays are new in each
+round: pages differ in speed, and a process would keep the good ones. A row has the medians; a ratio is the median of
+the ratios within a round. A time is that of the slowest rank, per operation, over several operations one after the
+other. Sizes are those of the full buffer: the array of all_reduce, the output of all_gather, the input of
+reduce_scatter. For "memcpy" every rank copies the full buffer at the same time.
 
 Open MPI needs `mpirun` and a Python with mpi4py (`--mpi-python`); without them its column is empty.
 """
@@ -32,7 +32,7 @@ SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 SIZES_OF_MANY = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 SYSTEMS = ("axon", "registered", "gloo", "openmpi", "memcpy")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
-MANY = 8  # ranks from which fewer sizes are measured
+MANY = 8  # fewer sizes are measured from so many ranks on
 
 
 class Team:
@@ -46,13 +46,13 @@ class Team:
             rank.recv()
 
     def say(self, *word: Any) -> list[Any]:
-        """Tell all ranks the same; their answers."""
+        """Send all ranks the same message; returns their answers."""
         for rank in self._ranks:
             rank.send(word)
         return [rank.recv() for rank in self._ranks]
 
     def close(self) -> None:
-        """Let them end."""
+        """Let the processes end."""
         for rank in self._ranks:
             rank.send(None)
         for process in self._processes:
@@ -61,7 +61,7 @@ class Team:
 
 @contextlib.contextmanager
 def teams(n: int, mpi_python: str) -> Iterator[list[Team]]:
-    """One of axon_ps and gloo, and one of Open MPI if there is one."""
+    """Yield a team of axon_ps and gloo, and one of Open MPI if it is installed."""
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         made = []
         commands = [
@@ -79,7 +79,7 @@ def teams(n: int, mpi_python: str) -> Iterator[list[Team]]:
 
 
 def measure(n: int, sizes: Sequence[int], rounds: int, mpi_python: str) -> list[dict[str, Any]]:
-    """One row per operation and size."""
+    """Return a row for each operation and size."""
     rows = []
     with teams(n, mpi_python) as made:
         for size in sizes:
@@ -113,7 +113,7 @@ def measure(n: int, sizes: Sequence[int], rounds: int, mpi_python: str) -> list[
 
 
 def show(rows: Sequence[dict[str, Any]], n: int) -> None:
-    """The table of one number of ranks."""
+    """Print the table of one number of ranks."""
     columns = [*(f"{system} us" for system in SYSTEMS), "axon x gloo", "axon x openmpi", "registered x gloo"]
     keys = [*(f"{system}_us" for system in SYSTEMS), "axon_times_gloo", "axon_times_openmpi", "registered_times_gloo"]
     _report.table(
@@ -132,7 +132,7 @@ def _size(size_bytes: int) -> str:
 
 
 def _mpi_python(given: str) -> str:
-    """A Python that can run Open MPI ranks; "" when there is none."""
+    """Return a Python that can run Open MPI ranks; "" = there is none."""
     if shutil.which("mpirun") is None:
         return ""
     found = subprocess.run([given, "-c", "import mpi4py.MPI"], capture_output=True, check=False)

@@ -1,11 +1,14 @@
 """Collectives across hosts: the gRPC backend against gloo, on four worker hosts with 500 Mbit/s cards.
 
-All-reduce, all-gather and reduce-scatter of 64 MiB f32 (the larger buffer: an all-gather's output, a reduce-scatter's
-input), in two places: four dedicated server hosts, and shard servers on the workers' own hosts. gloo runs in the same
-network, in turns. A round's time is that of its slowest rank, from the moment at which all begin; CPU seconds are of
-all processes of a side, workers and servers, per GB of payload that entered and left workers; bytes are those of the
-mean card, beside what theory says. For CPU, raw gRPC on loopback is the floor: bytes pushed by one process and copied
-by another.
+The operations are all-reduce, all-gather and reduce-scatter of 64 MiB f32: the size of the larger buffer, which is an
+all-gather's output or a reduce-scatter's input. There are two places: four dedicated server hosts, and shard servers on
+the workers' own hosts. gloo runs in the same network; the sides alternate.
+
+- A round's time is that of its slowest rank, from the moment at which all begin.
+- CPU seconds are those of all processes of a side, workers and servers, per GB of payload into and out of workers.
+- Bytes are those of the mean card, beside those of the theory.
+
+The lower bound of CPU time is that of raw gRPC on loopback: one process pushes bytes, and another copies them.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ TARGETS = {"dedicated": {"all_reduce": 0.72, "all_gather": 1.1, "reduce_scatter"
 
 
 def theory(operation: str, side: str, servers: str, mib: float) -> tuple[str, str]:
-    """MiB that each worker's and each server's card must receive/send at least, by this algorithm."""
+    """Return the least MiB that each worker's and each server's card must receive/send, by this algorithm."""
     n = WORKERS
     ring = mib * (n - 1) / n
     if side == "gloo":
@@ -59,13 +62,13 @@ def theory(operation: str, side: str, servers: str, mib: float) -> tuple[str, st
 
 
 def payload_gb(operation: str, mib: float) -> float:
-    """GB that all workers send and receive together."""
+    """Return the GB that all workers send and receive together."""
     both = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0 + 1.0 / WORKERS}[operation]
     return WORKERS * both * mib * MIB / 1e9
 
 
 def run_side(network: Network, side: str, servers: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """One run of a side: figures by operation."""
+    """Run a side once; returns its figures by operation."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(WORKERS),
@@ -95,7 +98,7 @@ def measure(
     start: str,
     options: argparse.Namespace,
 ) -> dict[str, dict[str, Any]]:
-    """Start the workers, read counters around every operation's rounds; `start` is theirs, see its class."""
+    """Start the workers, and read counters around every operation's rounds; `start` is the file of their `Start`."""
     sizes = ["--mib", str(options.mib), "--rounds", str(options.rounds), "--warmup", str(options.warmup)]
     command = [sys.executable, str(HERE / "collective_worker.py"), side, "--start", start, *sizes]
     workers = [
@@ -135,7 +138,7 @@ def measure(
 
 
 def raw_cpu_s_per_gb() -> float:
-    """CPU seconds of both ends of one raw gRPC stream over loopback, per GB, 1 MiB messages, received ones copied."""
+    """Measure CPU seconds per GB of both ends of a raw gRPC stream on loopback, with 1 MiB messages that are copied."""
     total = 256 * MIB
     arguments = ["--total-bytes", str(total), "--chunk-bytes", str(MIB)]
     server = subprocess.Popen(
@@ -166,7 +169,7 @@ def raw_cpu_s_per_gb() -> float:
 
 
 def rows_of(servers: str, sides: dict[str, list[dict[str, dict[str, Any]]]], mib: int) -> list[dict[str, Any]]:
-    """The lines of one place."""
+    """Return the lines of one place."""
     rows = []
     for operation in OPERATIONS:
         medians: dict[str, float] = {}
@@ -201,7 +204,7 @@ def rows_of(servers: str, sides: dict[str, list[dict[str, dict[str, Any]]]], mib
 
 
 def main() -> None:
-    """Run both places; where namespaces cannot be made, say so."""
+    """Run both places, or print the reason why namespaces cannot be made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--rate-mbit", type=float, default=500.0)

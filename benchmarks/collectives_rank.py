@@ -1,9 +1,9 @@
-"""One rank of `collectives.py`: does what the parent says and reports how long it took.
+"""One rank of `collectives.py`: runs the operations that the parent names, and reports their time.
 
     collectives_rank.py ADDRESS axon RANK N DIRECTORY    axon_ps, registered axon_ps, gloo and memcpy in one process
     collectives_rank.py ADDRESS mpi                      Open MPI, started by mpirun
 
-The parent listens on a unix socket; a rank that waits for its word uses no processor.
+The parent listens on a Unix socket; a rank that waits for a message uses no processor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT_S = 120.0
 
 
 class AxonRank:
-    """axon_ps and gloo over the same arrays; registered ones beside them."""
+    """axon_ps and gloo over the same arrays; axon_ps over registered arrays, too."""
 
     def __init__(self, rank: int, n: int, directory: str) -> None:
         import torch
@@ -32,7 +32,7 @@ class AxonRank:
         from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
         from axon_ps.types import Member, Role
 
-        dist: Any = torch.distributed  # does not say that it exports its stores
+        dist: Any = torch.distributed  # torch does not export its stores
         torch.set_num_threads(1)
         self.rank, self.n, self.torch, self.dist = rank, n, torch, dist
         store = dist.FileStore(f"{directory}/store", n)
@@ -45,7 +45,7 @@ class AxonRank:
         self.sequence = 0
 
     def prepare(self, size_bytes: int) -> dict[tuple[str, str], Operation]:
-        """What can be measured with a full buffer of that size, by system and operation."""
+        """Return the operations that can be measured with a full buffer of that size, by system and name."""
         from axon_ps.collectives.backends.base import Call, Request
         from axon_ps.collectives.backends.base import Operation as Op
         from axon_ps.types import DType, ReduceOp
@@ -85,7 +85,7 @@ class AxonRank:
         return result
 
     def barrier(self) -> None:
-        """All ranks are here."""
+        """Wait until all ranks have come."""
         from axon_ps.collectives.backends.base import Call, Operation, Request
 
         self.sequence += 1
@@ -99,7 +99,7 @@ class AxonRank:
 
 
 class _Store:
-    """torch's store as ours."""
+    """torch's store with the interface of axon_ps's."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -125,7 +125,7 @@ class MpiRank:
         self.n = self.comm.Get_size()
 
     def prepare(self, size_bytes: int) -> dict[tuple[str, str], Operation]:
-        """As `AxonRank.prepare`."""
+        """See `AxonRank.prepare`."""
         numel = max(1, size_bytes // 4)
         share = numel // self.n
         full, part = np.zeros(numel, np.float32) + 0, np.zeros(max(1, share), np.float32) + 0
@@ -139,15 +139,15 @@ class MpiRank:
         return made
 
     def barrier(self) -> None:
-        """All ranks are here."""
+        """Wait until all ranks have come."""
         self.comm.Barrier()
 
     def close(self) -> None:
-        """Nothing to leave; mpi4py does it."""
+        """Do nothing: mpi4py leaves by itself."""
 
 
 def main() -> None:
-    """Obey until the parent hangs up."""
+    """Perform the parent's requests until it closes the connection."""
     address, system, *rest = sys.argv[1:]
     rank: Any = MpiRank() if system == "mpi" else AxonRank(int(rest[0]), int(rest[1]), rest[2])
     prepared: dict[tuple[str, str], Operation] = {}

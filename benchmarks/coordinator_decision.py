@@ -1,9 +1,9 @@
-"""How long a step's decision takes: from the last vote to the decision in every member's hands.
+"""Time of a step's decision: from the last vote until every member has the decision.
 
-The coordinator is a process of its own, as in life; all members live in this one. Measured per size and store: the time
-until the first and the last member has the decision, and what the store alone takes for the records of one decision.
-etcd is of one member and of three, all on this machine and its disk; without it (apt-get install etcd-server) its rows
-are left out.
+The coordinator is a process of its own, as in production; all members are in this process. Two times are measured for
+each size and store: until the first and the last member have the decision, and that of the store alone for the records
+of one decision. etcd has one member, or three, all on this machine and its disk. Without it (apt-get install
+etcd-server) its rows are left out.
 
     python benchmarks/coordinator_decision.py [--quick] [--directory DIR]
 """
@@ -50,17 +50,17 @@ with open_store(state[0], state[2]) as store:
 
 HYPER = {"lr": 1e-3}
 SIZES = ((2, 2), (16, 4), (64, 8))
-"""Workers and shard servers."""
+"""Numbers of workers and shard servers."""
 
 
 def model_of(shards: int) -> tuple[JobSpec, OptimizerSpec]:
-    """A model of two units for each shard server."""
+    """Return a model of two units for each shard server."""
     units = tuple(build_unit(f"u{i}", [(f"u{i}.w", (1 << 16,), DType.F32)]) for i in range(shards * 2))
     return JobSpec(layout=Layout(units=units)), OptimizerSpec(name="adamw", groups=(HYPER,), group_of=(0,) * len(units))
 
 
 class Bench:
-    """All members of one job, and when each of them last received a decision."""
+    """All members of one job, and the times at which they last received a decision."""
 
     def __init__(self, port: int, workers: int, shards: int) -> None:
         self.address = f"127.0.0.1:{port}"
@@ -97,7 +97,7 @@ class Bench:
         await self.register()
 
     async def register(self) -> None:
-        """Register a model; the servers have its values."""
+        """Register a model, and wait until the servers have its values."""
         spec, optimizer = model_of(len(self.shards))
         for worker in self.workers:
             await worker.register(spec, optimizer)
@@ -108,11 +108,11 @@ class Bench:
             await self.news.wait()
 
     async def step(self, number: int, before_s: float = 0.0) -> tuple[float, float]:
-        """One step: seconds from the last vote to the first and to the last decision.
+        """Make one step; returns seconds from the last vote to the first and to the last decision.
 
         Args:
-            number: of the step.
-            before_s: how much sooner all others vote.
+            number: number of the step.
+            before_s: seconds that all other workers vote earlier.
         """
         self.received.clear()
         self.news.clear()
@@ -136,7 +136,7 @@ class Bench:
 
 
 async def measure(port: int, workers: int, shards: int, steps: int) -> tuple[list[float], list[float]]:
-    """Times in ms to the first and to the last member, of each step."""
+    """Return the times in ms to the first and to the last member, of each step."""
     bench = Bench(port, workers, shards)
     await bench.start()
     times = [await bench.step(number) for number in range(1, steps + 1)][steps // 10 :]
@@ -145,7 +145,7 @@ async def measure(port: int, workers: int, shards: int, steps: int) -> tuple[lis
 
 
 def store_alone(state: str, steps: int) -> list[float]:
-    """Times in ms that the store takes for what one decision writes."""
+    """Return the times in ms that the store takes for the records of one decision."""
     times = []
     name, _, address = state.partition(":")
     with open_store(name, address) as store:
@@ -163,14 +163,14 @@ def store_alone(state: str, steps: int) -> list[float]:
 
 
 def row(what: str, times: Sequence[float]) -> dict[str, str | float]:
-    """Median, 95th percentile and worst of some times in ms."""
+    """Return the median, 95th percentile and worst of some times in ms."""
     ordered = sorted(times)
     p95 = ordered[int(len(ordered) * 0.95)]
     return {"what": what, "median_ms": statistics.median(ordered), "p95_ms": p95, "max_ms": ordered[-1]}
 
 
 def in_process(state: str, workers: int, shards: int, steps: int) -> tuple[list[float], list[float]]:
-    """`measure` with a coordinator of its own."""
+    """Run `measure` with a coordinator of its own."""
     command = [sys.executable, "-c", SERVER, state, str(workers), str(shards)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:

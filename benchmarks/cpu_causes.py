@@ -1,8 +1,7 @@
-"""Where the CPU time of a step goes, by cause: what `perf` samples in all processes of a side, FSDP2's and ours.
+"""CPU time of a step by cause: the samples of `perf` in all processes of a side, FSDP2 or axon_ps.
 
-The same model, places and sides as whole_step.py, whose column cpu_s_per_step this takes apart: seconds a step of all
-workers together, and of all shard servers. Causes are told by the library and the function that a sample is in:
-
+Model, places and sides are those of whole_step.py, whose column cpu_s_per_step is divided here: seconds a step of all
+workers together, and of all shard servers. The cause of a sample follows from its library and function:
 
     products     matrix products (MKL): forward and backward
     torch        the rest of torch: activations, copies, scaling of gradients
@@ -16,7 +15,7 @@ workers together, and of all shard servers. Causes are told by the library and t
     grpc         gRPC's C core
     rest         all others: allocation, other libraries
 
-It needs `perf` (Debian: linux-perf), and is for root.
+The benchmark needs `perf` (Debian: linux-perf) and root.
 """
 
 from __future__ import annotations
@@ -52,17 +51,17 @@ CAUSES = (
     ("protobuf", r"_message\.|_upb"),
     ("grpc", r"cygrpc"),
 )
-"""Per cause, what library and function match; the first one counts."""
+"""By cause, a pattern of library and function; the first match counts."""
 COLUMNS = ("place", "dtype", "strategy", "side", "of", "cpu_s", *(cause for cause, _ in CAUSES), "rest")
 
 
 def cause_of(library: str, function: str) -> str:
-    """The cause that a sample counts for."""
+    """Return the cause that a sample counts for."""
     return next((cause for cause, like in CAUSES if re.search(like, f"{library} {function}")), "rest")
 
 
 def fractions_of(data: Path) -> dict[str, float]:
-    """By cause, the fraction of the samples of a file."""
+    """Return the fraction of each cause in the samples of a file."""
     report = subprocess.run(
         ["perf", "report", "-i", str(data), "--no-children", "--sort", "dso,sym", "-F", "sample,dso,sym", "-t", "|"],
         capture_output=True,
@@ -79,11 +78,11 @@ def fractions_of(data: Path) -> dict[str, float]:
 
 
 class Sampled:
-    """Samples of the timed steps of runs.
+    """Samples of the timed steps of all runs.
 
     Attributes:
-        cpu_s: by "workers" and "servers", their CPU seconds.
-        fractions: by the same, the fraction of each cause.
+        cpu_s: CPU seconds, by "workers" and "servers".
+        fractions: the fraction of each cause, by the same.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -113,7 +112,7 @@ class Sampled:
 
 
 def _cpu_s(pids: Sequence[int]) -> float:
-    """CPU seconds of live processes, all threads, finer than a tick."""
+    """Return the CPU seconds of live processes, all threads, finer than a tick."""
     return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9 for pid in _threads(pids))
 
 
@@ -122,7 +121,7 @@ def _threads(pids: Sequence[int]) -> list[str]:
 
 
 def rows_of(setting: dict[str, Any], sampled: Sampled, steps: int) -> Iterator[dict[str, Any]]:
-    """One line for the workers, one for the servers, if there are any."""
+    """Yield a line for the workers, and one for the servers, if there are any."""
     for of, fractions in sampled.fractions.items():
         cpu_s = sampled.cpu_s[of] / steps
         causes = {name: round(fractions.get(name, 0.0) * cpu_s, 3) for name in (*dict(CAUSES), "rest")}
@@ -130,7 +129,7 @@ def rows_of(setting: dict[str, Any], sampled: Sampled, steps: int) -> Iterator[d
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--places", nargs="+", choices=ONE_MACHINE, default=["sockets"])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])

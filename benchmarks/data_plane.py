@@ -1,17 +1,19 @@
-"""AllGather and ReduceScatter of one 256 MiB unit against raw gRPC streams and iperf3, on loopback, in turns.
+"""AllGather and ReduceScatter of a 256 MiB unit against raw gRPC streams and iperf3, on loopback, alternating.
 
-One worker (this process), one shard server; the raw peers are a `grpc.aio` server and a client of it, each a process
-of its own, identity serializers, the same chunk size, channel options and one connection (raw_stream.py). The raw
-streams are measured twice, with the receiver dropping what it read and copying it into its place: ours always copies
-(AllGather) or adds (ReduceScatter). The acceptance is ours over the raw stream that drops, the harder of the two. All
-of it once more with malloc set as our processes set it (`host.malloc`), which speeds the raw stream up, too: that is
-a part of what is ours, so it is shown beside the plain one. Ours through gRPC is what the acceptance is about; by
-direct memory, as processes of one host do unless told otherwise, is shown beside it. Last, four workers gather the
-same slice, and the server counts how often it encoded a chunk.
+There is one worker, this process, and one shard server. The raw peers are a `grpc.aio` server and its client, each a
+process of its own, with identity serializers, one connection, and the same chunk size and channel options
+(raw_stream.py). The variants are:
 
-A process keeps what it happened to get: a raw client whose malloc trims after every message stays at half the speed
-of another that does not, for as long as it lives. So all of them are started several times, ours and the peers, and
-the ratios are medians over the rounds of all starts.
+- The receiver of a raw stream drops its bytes, or copies them to their destination. axon_ps always copies (AllGather)
+  or adds (ReduceScatter). The acceptance compares axon_ps with the raw stream that drops, the harder of the two.
+- The raw peers run with malloc's defaults, or with the settings of our processes (`host.malloc`). These speed up the
+  raw stream, too. They are a part of axon_ps, so both rows are shown.
+- axon_ps sends through gRPC, which the acceptance is about, or by direct memory, the default for processes of one host.
+
+Last, four workers gather the same slice, and the server counts the chunks that it encoded.
+
+A raw client whose malloc trims after every message is half as fast as another one, for its whole life. So the
+processes of both sides are started several times, and the ratios are medians over the rounds of all starts.
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ Measure = Callable[[], float]
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Seconds `action` takes."""
+    """Return the seconds that `action` takes."""
     begin_s = time.perf_counter()
     action()
     return time.perf_counter() - begin_s
 
 
 class Ours:
-    """One worker's view of a one-unit job: gather it, push to it."""
+    """One worker of a job with one unit: gathers the unit, and pushes to it."""
 
     def __init__(self, world: World, numel: int, dtype: DType, chunk_numel: int = DEFAULT_CHUNK_NUMEL) -> None:
         self.world = world
@@ -77,24 +79,24 @@ class Ours:
         self.values = np.zeros(numel, dtype.numpy)
 
     def gather(self) -> float:
-        """Seconds of an AllGather of the whole unit."""
+        """Return the seconds of an AllGather of the whole unit."""
         return timed(lambda: self.steps.parameters.gather(0, self.values).wait())
 
     def push(self) -> float:
-        """Seconds of a ReduceScatter of the whole unit; the vote and the update that follow are not counted."""
+        """Return the seconds of a ReduceScatter of the whole unit, without the vote and the update that follow."""
         ticket = self.steps.ticket()
         begin_s = time.perf_counter()
         work = self.steps.gradients.push(0, self.values, ticket)
         work.wait()
         spent_s = time.perf_counter() - begin_s
         self.steps.vote(ticket, [work], max_norm=0.0, hyper=self.hyper)
-        self.steps.parameters.gather(0, self.values).wait()  # the update is over once the new version can be had
+        self.steps.parameters.gather(0, self.values).wait()  # the update is over once the new version can be gathered
         return spent_s
 
 
 @contextmanager
 def ours(numel: int, dtype: DType, chunk_numel: int, *, direct_memory: bool) -> Iterator[dict[str, Measure]]:
-    """A cluster of one server, and this process as its worker."""
+    """Start a cluster of one server, with this process as its worker; yields the measurements."""
     how = " by direct memory" if direct_memory else ""
     with LocalCluster(shards=1, world_size=1) as cluster:
         config = replace(worker_config(cluster.env(0)), direct_memory=direct_memory)
@@ -107,7 +109,7 @@ def ours(numel: int, dtype: DType, chunk_numel: int, *, direct_memory: bool) -> 
 
 @contextmanager
 def raw(total_bytes: int, chunk_bytes: int, *, tuned: bool) -> Iterator[dict[str, Measure]]:
-    """A raw server and a raw client, two processes of their own; `tuned`: with our setting of malloc."""
+    """Start a raw server and a raw client, two processes; `tuned`: with axon_ps's settings of malloc."""
     sizes = ["--total-bytes", str(total_bytes), "--chunk-bytes", str(chunk_bytes)]
     command = [sys.executable, str(HERE / "raw_stream.py"), *sizes, *(["--retain-message-memory"] if tuned else [])]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
@@ -134,7 +136,7 @@ def raw(total_bytes: int, chunk_bytes: int, *, tuned: bool) -> Iterator[dict[str
 
 
 def iperf3_gbs() -> float | None:
-    """GB/s of one TCP stream on loopback; None without iperf3."""
+    """Return the GB/s of one TCP stream on loopback; None without iperf3."""
     if not shutil.which("iperf3"):
         return None
     port = str(free_ports())
@@ -145,14 +147,14 @@ def iperf3_gbs() -> float | None:
             received = json.loads(done.stdout or "{}").get("end", {}).get("sum_received")
             if received:
                 return float(received["bits_per_second"]) / 8e9
-            time.sleep(0.1)  # it does not listen yet
+            time.sleep(0.1)  # the server does not listen yet
         return None
     finally:
         stop([server])
 
 
 def encodings(numel: int) -> dict[str, Any]:
-    """Four workers gather the same slice at once: chunks served, and chunks encoded."""
+    """Gather the same slice with four workers at once; returns the chunks served, and the chunks encoded."""
     with LocalCluster(shards=1, world_size=WORKERS_TOGETHER) as cluster:
         results = cluster.run_workers(gather_together, args=(numel,), timeout_s=120.0)
     before, after = results[0].value
@@ -165,7 +167,7 @@ def encodings(numel: int) -> dict[str, Any]:
 
 
 def gather_together(numel: int) -> tuple[dict[str, float], dict[str, float]]:
-    """In a worker process: gather with the others; the shard server's counters before and after."""
+    """Gather together with the other workers; returns the shard server's counters before and after."""
     with World.init() as world:
         worker = Ours(world, numel, DType.F32)
         before = world.server_statistics(0)
@@ -176,7 +178,7 @@ def gather_together(numel: int) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def one_start(total_bytes: int, dtype: DType, rounds: int, chunk_numel: int) -> dict[str, list[float]]:
-    """Seconds that each peer took, all in turns, `rounds` times."""
+    """Return the seconds that each peer took; the peers alternate, `rounds` times."""
     chunk_bytes = chunk_numel * dtype.itemsize
     times_s: dict[str, list[float]] = {}
     numel = total_bytes // dtype.itemsize
@@ -196,7 +198,7 @@ def one_start(total_bytes: int, dtype: DType, rounds: int, chunk_numel: int) -> 
 
 
 def measure(dtype: DType, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All peers, in processes started `options.starts` times; rows with medians."""
+    """Measure all peers, in processes started `options.starts` times; returns rows with medians."""
     command = [sys.executable, __file__, "--one-start", "--mib", str(options.mib), "--rounds", str(options.rounds)]
     command += ["--chunk-numel", str(options.chunk_numel), "--dtypes", dtype.value]
     times_s: dict[str, list[float]] = {}
@@ -208,7 +210,7 @@ def measure(dtype: DType, options: argparse.Namespace) -> list[dict[str, Any]]:
     reference = {f"{name}{how}": peer for name, peer in REFERENCE.items() for how in ("", " by direct memory")}
 
     def ratio(name: str, peer: str) -> float:
-        """How fast `name` is, of `peer`: the median over rounds, so that what slows a whole round cancels out."""
+        """Return the speed of `name` over that of `peer`: the median over rounds, so that slow rounds cancel out."""
         return round(statistics.median(p / t for t, p in zip(times_s[name], times_s[peer], strict=True)), 3)
 
     return [

@@ -1,8 +1,9 @@
-"""Step time of DDP on a 17M-parameter residual MLP: ours with each hook against torch's over gloo, by kind of hook.
+"""Step time of DDP on a 17M-parameter residual MLP: axon_ps against torch over gloo, by kind of hook.
 
-Four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards carry 500 Mbit/s each way, or
-loopback. Runs of the sides take turns. A step's time is the median over the timed steps of all rounds; CPU seconds are
-of all processes of a side, workers and servers; bytes are what one worker's card received and sent per step.
+The place is four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards carry 500 Mbit/s
+each way, or loopback. Runs of the sides alternate. A step's time is the median over the timed steps of all rounds. CPU
+seconds are those of all processes of a side, workers and servers. Bytes are those that one worker's card received and
+sent per step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BASELINE = "gloo fp16"
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--place", default="500", help="Mbit/s of a card, or loopback")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))

@@ -1,6 +1,6 @@
-"""One worker of the DDP benchmark: the same model and loop over torch's DDP with gloo, or over ours.
+"""One worker of the DDP benchmark: the same model and loop over torch's DDP with gloo, or over axon_ps.
 
-Started by ddp.py; it talks with its parent as step_worker.py does.
+It is started by ddp.py, and talks with its parent as step_worker.py does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from step_worker import Batches, ResidualMLP, Side, Step, serve, void
 
 
 def gloo(options: argparse.Namespace) -> Side:
-    """torch's DistributedDataParallel over gloo, with its fp16 hook or none."""
+    """Make the side of torch's DistributedDataParallel over gloo, with its fp16 hook or none."""
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +29,7 @@ def gloo(options: argparse.Namespace) -> Side:
 
 
 def axon(options: argparse.Namespace) -> Side:
-    """Ours, with a hook by its name."""
+    """Make the side of axon_ps, with a hook by its name."""
     import axon_ps
     from axon_ps.parallel import DDP
 
@@ -41,7 +41,7 @@ def axon(options: argparse.Namespace) -> Side:
 
 
 def stepper(model: torch.nn.Module, options: argparse.Namespace) -> Step:
-    """Forward, backward and a local optimizer's step."""
+    """Return a step: forward, backward and a local optimizer's step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
 
     def step(batches: Batches) -> Tensor:
@@ -56,7 +56,7 @@ def stepper(model: torch.nn.Module, options: argparse.Namespace) -> Step:
 
 
 def parse() -> argparse.Namespace:
-    """The command line that ddp.py writes."""
+    """Parse the command line that ddp.py writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=("gloo", "axon"))
     parser.add_argument("--hook", default="all_reduce")

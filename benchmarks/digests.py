@@ -1,9 +1,9 @@
-"""What it costs a step that shard servers look whether their memory still holds what was written to it.
+"""Cost of digests: of the check in each step that shard servers' memory still holds what was written to it.
 
-Two workers train a residual MLP of 2M parameters with AdamW under FULL_SHARD on two shard servers that hold two copies:
-with the coordinator five processes, all on this machine, so that every cycle of the servers' is one that the workers do
-not have. Turns of so many steps alternate, of a job without digests and of one with: without, with, with, without.
-Each round has jobs of its own. An interval is of 95 %, by Student's t over the rounds.
+Two workers train a residual MLP of 2M parameters with AdamW under FULL_SHARD on two shard servers that hold two copies.
+With the coordinator they are five processes, all on this machine, so every cycle of the servers is taken from the
+workers. Turns of equally many steps alternate between a job without digests and one with them: without, with, with,
+without. Each round has new jobs. An interval is of 95 %, by Student's t over the rounds.
 
     python benchmarks/digests.py [--rounds 8] [--steps 40] [--quick]
 """
@@ -36,7 +36,7 @@ PATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH",
 
 
 def measure(steps: int) -> Difference:
-    """A round."""
+    """Measure one round."""
     port = free_ports(2 * PROCESSES)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         without, with_ = (
@@ -45,7 +45,7 @@ def measure(steps: int) -> Difference:
         )
         for job in (without, with_):
             stack.callback(job.close)
-            job.turn(steps // 2 + 1)  # it is warm
+            job.turn(steps // 2 + 1)  # warm up
         return difference(without, with_, steps)
 
 

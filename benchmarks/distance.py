@@ -1,15 +1,21 @@
-"""A shard server far away: one unit's AllGather and ReduceScatter, and whole steps, at several round trips.
+"""A distant shard server: one unit's AllGather and ReduceScatter, and whole steps, at several round trips.
 
-Coordinator and shard server are on one host, a worker on another; between them is a line with a rate and a delay
-(`distance_link.py`), over which the kernels' own TCP runs. The bound of a transfer is what line and one round trip
-allow; that of a step, what its gathers take at the line's rate and one round trip, while pushes go the other way:
-both of each unit under FULL_SHARD; under SHARD_GRAD_OP one, and the last one only once all has been pushed. A
-plain TCP connection over the same line is measured beside: what one connection can do. Measured is once TCP's windows
-have grown, which takes some steps; hosts do not let them shrink in pauses (`net.ipv4.tcp_slow_start_after_idle=0`).
+Coordinator and shard server are on one host, and a worker on another. A line with a rate and a delay is between them
+(`distance_link.py`); the kernels' own TCP runs over it. A plain TCP connection over the same line is measured, too.
+Each time has a lower bound:
+
+    transfer              the unit's bytes at the line's rate, and one round trip
+    step, FULL_SHARD      two gathers of each unit at the line's rate, and one round trip
+    step, SHARD_GRAD_OP   one gather of each unit, the last one only after all pushes, and one round trip
+
+Pushes go the other way at the same time.
+
+Measurements begin once TCP's windows have grown, which takes some steps. Hosts do not shrink the windows in pauses
+(`net.ipv4.tcp_slow_start_after_idle=0`).
 
     python benchmarks/distance.py [--rtt-ms 0 10 50 100] [--rate-mbit 500] [--mib 64]
 
-Needs root: hosts are network namespaces.
+It needs root: hosts are network namespaces.
 """
 
 from __future__ import annotations
@@ -94,7 +100,7 @@ print(json.dumps(times))
 
 @contextlib.contextmanager
 def job(network: Distance) -> Iterator[dict[str, str]]:
-    """A coordinator and a shard server at "home"; the environment of a worker "away"."""
+    """Start a coordinator and a shard server at "home"; yields the environment of a worker "away"."""
     home = network.address("home")
     coordinator = ["coordinator", "--port", "7000", "--world-size", "1", "--shards", "1", "--state", "memory"]
     shard = ["shard", "--coordinator", f"{home}:7000", "--port", "7100"]
@@ -120,14 +126,14 @@ def job(network: Distance) -> Iterator[dict[str, str]]:
 
 
 def said(network: Distance, script: str, *arguments: object, env: dict[str, str] | None = None) -> Any:
-    """What a script prints "away", from JSON."""
+    """Run a script "away"; returns its output, from JSON."""
     command = [sys.executable, "-P", "-c", script, *map(str, arguments)]
     process = network.popen("away", command, stdout=subprocess.PIPE, text=True, env=env)
     return json.loads(process.communicate(timeout=300)[0])
 
 
 def measure(rate_mbit: float, rtt_ms: float, mib: int) -> Iterator[dict[str, Any]]:
-    """The rows of one round trip."""
+    """Yield the rows of one round trip."""
     rtt_s, line_s = rtt_ms / 1e3, (mib << 20) * 8 / (rate_mbit * 1e6)
 
     def row(what: str, times: list[float], bound_s: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""A long link between two hosts: a rate and a delay each way, by a process that carries the packets.
+"""A long link between two hosts: a process carries the packets, with a rate and a delay each way.
 
-Each host is a network namespace with a TUN device. This process reads the packets of one and writes them to the other
-when they are due: when the link is free at its rate, and the delay later. So the kernels' own TCP runs over it, with
-its windows, as over a long line. What would wait longer than `QUEUE_S` for the rate is dropped, as by a router.
+Each host is a network namespace with a TUN device. This process reads the packets of one host, and writes them to the
+other when the link is free at its rate, and the delay has passed. So the kernels' own TCP runs over it, with its
+windows, as over a long line. A packet that would wait longer than `QUEUE_S` for the rate is dropped, as by a router.
 Packets are as large as TUN devices take, since Python carries some thousands a second.
 
     python benchmarks/distance_link.py NAMESPACE_A NAMESPACE_B RATE_MBIT ONE_WAY_MS     carries until its input ends
@@ -28,14 +28,14 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
 class Distance(Network):
-    """Two hosts, `rate_mbit` and `rtt_ms` apart; as `netns.Network` otherwise."""
+    """Two hosts, `rate_mbit` and `rtt_ms` apart; otherwise as `netns.Network`."""
 
     def __init__(self, hosts: tuple[str, str], *, rate_mbit: float, rtt_ms: float) -> None:
         super().__init__(hosts)
         self._link = rate_mbit, rtt_ms
 
     def address(self, host: str) -> str:
-        """The address of `host`."""
+        """Return the address of `host`."""
         return f"{SUBNET}.{self.hosts.index(host) + 1}"
 
     def _build(self) -> None:
@@ -52,7 +52,7 @@ class Distance(Network):
 
 
 class Direction:
-    """One way: reads packets from a device, writes them to another when they are due."""
+    """One direction: reads packets from a device, and writes them to another one at their times."""
 
     def __init__(self, source: int, target: int, rate_mbit: float, delay_s: float) -> None:
         self._source, self._target = source, target
@@ -84,7 +84,7 @@ class Direction:
 
 
 def device(namespace: str, index: int) -> int:
-    """A TUN device in a namespace, up; what is read from it was sent there."""
+    """Make a TUN device in a namespace, up; packets sent there are read from it."""
     name = f"axps{os.getpid() % 100000}{index}"
     fd = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))

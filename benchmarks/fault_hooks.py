@@ -1,7 +1,7 @@
-"""What the fault hooks cost a product in which nobody injects faults: nanoseconds a call, calls a step, part of a step.
+"""Cost of the fault hooks in a product without fault injection: nanoseconds a call, calls a step, part of a step.
 
-The only hook in the product is `observe.moments.reached`, a comparison while no watcher is installed. Proxies, wall
-clocks that jump and full disks are of the processes that a campaign starts: the product has nothing of them.
+The only hook in the product is `observe.moments.reached`, a comparison while no watcher is installed. Proxies, jumping
+wall clocks and full disks belong to the processes that a campaign starts; the product does not have them.
 
     python benchmarks/fault_hooks.py [--steps 200]
 """
@@ -29,7 +29,7 @@ WORKERS, SHARDS = 2, 3
 
 
 def call_ns() -> float:
-    """A call without a watcher, less what the loop around it takes; the best of some."""
+    """Return the nanoseconds of a call without a watcher, less those of the loop around it; the best of some."""
     names = {"reached": reached, "moment": Moment.PUSH}
     with_call = min(timeit.repeat("reached(moment, 7)", globals=names, number=CALLS, repeat=ROUNDS))
     without = min(timeit.repeat("pass", globals=names, number=CALLS, repeat=ROUNDS))
@@ -37,7 +37,7 @@ def call_ns() -> float:
 
 
 def step_s(steps: int) -> float:
-    """A step of a job in this process, without pauses: the difference of two runs."""
+    """Return the seconds of a step of a job in this process, without pauses: the difference of two runs."""
     recipe = dataclasses.replace(Recipe.of(Embedded()), pause_s=0.0)
     times = []
     for count in (steps // 4, steps):
@@ -48,7 +48,7 @@ def step_s(steps: int) -> float:
 
 
 def calls(steps: int) -> Counter[str]:
-    """By moment, how often it is reached in so many steps, in all members together."""
+    """Return how often each moment is reached in so many steps, in all members together."""
     found: Counter[str] = Counter()
     recipe = dataclasses.replace(Recipe.of(Embedded()), pause_s=0.0)
     moments.watch(lambda moment, _: found.update([moment.name]))

@@ -1,18 +1,18 @@
-"""`make gpu`: everything that needs a GPU, in one command, on a machine where nothing can be installed.
+"""`make gpu`: all checks and benchmarks that need a GPU, on a machine where nothing can be installed.
 
     python benchmarks/gpu.py [--quick] [tests] [job] [staging] [gather] [kernels] [step]
 
 - tests: tests/gpu, under pytest.
 - job: the main job, examples/train_gpt.py, on CUDA with one rank, under FULL_SHARD and under HYBRID_SHARD.
-- staging: how fast device memory crosses to page-locked host memory and back, against a plain copy of torch's, which is
+- staging: the rate of copies between device memory and page-locked memory, against a plain copy of torch's, which is
   the link's limit.
-- gather: how fast units come from a shard server of this host into device memory, under each strategy, against that.
+- gather: the rate at which units come from a shard server of this host into device memory, by strategy, against that.
 - kernels: int8 blocks, top-k and casts of gradients on the GPU, against a copy in device memory (the memory's limit)
-  and against what of it torch has one operation for.
+  and against torch's operation where there is one.
 - step: a whole step against FSDP2 over NCCL, with one rank on both sides.
 
-Results go to benchmarks/results/gpu/, one file each. Coordinator and shard servers run in this process, and what is
-measured in a process of its own. Without a GPU it says so in one line, does nothing, and its exit code is 1.
+Results go to benchmarks/results/gpu/, one file each. Coordinator and shard servers run in this process, the measured
+work in another. Without a GPU the program says so in one line, does nothing, and exits with code 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SERVERS = 2
 
 
 def missing() -> str:
-    """Why there is no GPU to use here; empty when there is one."""
+    """Return the reason why no GPU can be used here; empty if one can be."""
     try:
         import torch
     except ImportError as error:
@@ -49,20 +49,20 @@ def missing() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what another job has put there, and with this checkout's package and modules."""
+    """Return this process's environment without `AXON_PS_*`, and with this checkout's package and modules."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith("AXON_PS_")}
     paths = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples"), *filter(None, [ours.get("PYTHONPATH")])]
     return ours | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 def run(command: Sequence[str], extra: dict[str, str] | None = None) -> bool:
-    """Run a program of this Python's; whether it ended well."""
+    """Run a program of this Python; returns True if it ended well."""
     print("$", *command, flush=True)
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment() | (extra or {})).returncode == 0
 
 
 def with_services(command: Sequence[str]) -> bool:
-    """Run a worker on a coordinator and shard servers of its own; whether it ended well."""
+    """Run a worker on a coordinator and shard servers of its own; returns True if it ended well."""
     sys.path.insert(0, str(ROOT / "tests" / "integration"))
     import job_services  # type: ignore[import-not-found]  # of the tests
 
@@ -79,12 +79,12 @@ def with_services(command: Sequence[str]) -> bool:
 
 
 def tests(_: argparse.Namespace) -> bool:
-    """tests/gpu. Warnings of libraries that nobody here has chosen do not count."""
+    """Run tests/gpu. Warnings of third-party libraries do not count."""
     return run(["-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "tests/gpu"])
 
 
 def job(options: argparse.Namespace) -> bool:
-    """The main job, under both strategies."""
+    """Run the main job, under both strategies."""
     steps = "20" if options.quick else "200"
     good = True
     for strategy in ("full_shard", "hybrid_shard"):
@@ -95,17 +95,17 @@ def job(options: argparse.Namespace) -> bool:
 
 
 def measured(part: str) -> Callable[[argparse.Namespace], bool]:
-    """A part of gpu_device.py that needs no services."""
+    """Return a function that runs a part of gpu_device.py that needs no services."""
     return lambda options: run(["benchmarks/gpu_device.py", part, *(["--quick"] if options.quick else [])])
 
 
 def gather(options: argparse.Namespace) -> bool:
-    """The strategies one after the other, each with services of its own, then their table."""
+    """Run the strategies one after the other, each with services of its own, then print their table."""
     return _sides("gather", ("full_shard", "hybrid_shard"), options)
 
 
 def step(options: argparse.Namespace) -> bool:
-    """Our strategies and FSDP2, one after the other, then their table."""
+    """Run axon_ps's strategies and FSDP2, one after the other, then print their table."""
     return _sides("step", ("fsdp2", "full_shard", "shard_grad_op", "hybrid_shard"), options)
 
 
@@ -130,7 +130,7 @@ DO: dict[str, Callable[[argparse.Namespace], bool]] = {
 
 
 def main() -> int:
-    """Run the parts asked for; the exit code is 1 if one failed, or there is no GPU."""
+    """Run the parts asked for; returns 1 if one failed, or there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}; none: all")

@@ -1,7 +1,7 @@
-"""What `gpu.py` measures on one GPU, a part in a process: staging, gather, kernels, step.
+"""The measurements of `gpu.py` on one GPU, one part in each process: staging, gather, kernels, step.
 
-Times are medians over rounds, of work that is known to be done (the device was waited for). What is compared takes
-turns within a round, where it runs in one process.
+Times are medians over rounds, of work that is done: the program has waited for the device. Calls that are compared
+alternate within a round, where they run in one process.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MIB = 1 << 20
 
 
 def device() -> torch.device:
-    """The GPU; on a stand-in for one, what it calls device memory."""
+    """Return the GPU; with a stand-in, the device of its memory."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def wait() -> None:
-    """Return when the device has done everything."""
+    """Wait until the device has done everything."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def about() -> dict[str, Any]:
-    """What a reader needs to know of the GPU."""
+    """Return the facts that a reader needs to know of the GPU."""
     if not torch.cuda.is_available():
         return {"gpu": None}
     properties = torch.cuda.get_device_properties(0)
@@ -56,7 +56,7 @@ def about() -> dict[str, Any]:
 
 
 def median_s(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median seconds of each call; they take turns. One round is for warming up."""
+    """Return the median seconds of each call; calls alternate, and one round is for warming up."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
@@ -79,7 +79,7 @@ def report(name: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], **
 
 
 def staging(options: argparse.Namespace) -> None:
-    """Ours against torch's copy from and to page-locked memory."""
+    """Measure axon_ps's copies from and to page-locked memory against torch's."""
     crossing, rows = Staging(), []
     for size_mib in (1, 16) if options.quick else (1, 4, 16, 64, 256):
         numel = size_mib * MIB // 4
@@ -114,7 +114,7 @@ def staging(options: argparse.Namespace) -> None:
 
 
 def kernels(options: argparse.Namespace) -> None:
-    """Each against one pass over the same bytes in device memory, and torch's operation where there is one."""
+    """Measure each kernel against a pass over the same bytes in device memory, and against any operation of torch."""
     numel = (1 if options.quick else 64) * MIB
     values = torch.randn(numel, device=device())
     residual = torch.zeros_like(values)
@@ -159,14 +159,14 @@ class Block(nn.Module):
 
 
 def build(options: argparse.Namespace) -> nn.Sequential:
-    """The same model on every side: 8 blocks of 2048 are 67 million parameters."""
+    """Make the model, the same on every side: 8 blocks of 2048 are 67 million parameters."""
     torch.manual_seed(0)
     width, blocks = (256, 2) if options.quick else (2048, 8)
     return nn.Sequential(*(Block(width) for _ in range(blocks))).to(device())
 
 
 def wrapped(options: argparse.Namespace, world: Any) -> Any:
-    """It under one of our strategies, bf16 to compute with and to travel."""
+    """Wrap the model in one of axon_ps's strategies, with bf16 for computing and sending."""
     from axon_ps import parallel
 
     return parallel.FSDP(
@@ -179,7 +179,7 @@ def wrapped(options: argparse.Namespace, world: Any) -> Any:
 
 
 def gather(options: argparse.Namespace) -> None:
-    """All units into device memory, again and again: they are freed in between."""
+    """Gather all units into device memory repeatedly; they are freed in between."""
     import axon_ps
 
     with axon_ps.World.init() as world:
@@ -199,7 +199,7 @@ def gather(options: argparse.Namespace) -> None:
 
 
 def step(options: argparse.Namespace) -> None:
-    """Whole steps of one side, each with a loss that was read."""
+    """Measure whole steps of one side, each with a loss that is read."""
     if options.side == "fsdp2":
         one, close = fsdp2(options)
     else:
@@ -220,7 +220,7 @@ def step(options: argparse.Namespace) -> None:
 
 
 def ours(options: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Call]:
-    """axon_ps."""
+    """Make the side of axon_ps."""
     import axon_ps
     from axon_ps import parallel
 
@@ -240,7 +240,7 @@ def ours(options: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Call]
 
 
 def fsdp2(options: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Call]:
-    """PyTorch's fully_shard over NCCL."""
+    """Make the side of PyTorch's fully_shard over NCCL."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -269,7 +269,7 @@ def fsdp2(options: argparse.Namespace) -> tuple[Callable[[Tensor], Tensor], Call
 
 
 def summed_up(options: argparse.Namespace) -> None:
-    """The table of what the sides of a part have left."""
+    """Print the table of the results that the sides of a part have written."""
     rows = [json.loads(path.read_text()) for path in sorted(options.into.glob("*.json"))]
     if options.part == "step":
         theirs = next((row["median_ms"] for row in rows if row["side"] == "fsdp2"), None)

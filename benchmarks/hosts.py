@@ -1,7 +1,7 @@
 """The load of many hosts, for `members.py`: real host sessions, each for the members of one host, in this process.
 
-A member here is what its host's proxy sees of one: a call with messages. What members themselves do with an event, on
-the CPUs of their own hosts, is left out; each distinct event is parsed once.
+A member is simulated as its host's proxy sees it: as a call with messages. The members' own work on an event, on the
+CPUs of their hosts, is left out; each distinct event is parsed once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 
 from axon_ps.coordinator.client.operator import SERVICE
-from axon_ps.coordinator.messages import event_from_proto, join_to_proto, vote_to_proto
+from axon_ps.coordinator.messages import event_from_proto, join_to_proto, step_message_to_proto
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.multiplex.frames import Outbox
 from axon_ps.rpc.security import Security
@@ -30,13 +30,13 @@ LIMIT_S = 300.0
 
 
 class Events:
-    """What has been parsed, by the message and what was known before."""
+    """Parsed events, by the message and the membership known before."""
 
     def __init__(self) -> None:
         self._parsed: dict[tuple[bytes, int], ServerEvent | None] = {}
 
     def event(self, message: bytes, known: Membership | None) -> ServerEvent | None:
-        """An event."""
+        """Return the event of a message."""
         key = message, -1 if known is None else known.generation
         if key not in self._parsed:
             if len(self._parsed) > 1 << 16:
@@ -62,7 +62,7 @@ class Host:
             task.add_done_callback(load.failed)
 
     def join(self) -> None:
-        """All members join, each as fast as it can."""
+        """Let all members join, each as fast as it can."""
         for call, incarnation in enumerate(self.incarnations):
             request = JoinRequest(job="bench", incarnation=incarnation, node=self.node, address="", requested_rank=-1)
             message = join_to_proto(request, Role.WORKER).SerializeToString()
@@ -70,25 +70,25 @@ class Host:
         self.tasks.append(asyncio.ensure_future(self.beat()))
 
     async def beat(self) -> None:
-        """The members' heartbeats."""
+        """Send the members' heartbeats."""
         message = session_pb2.SessionRequest(heartbeat=membership_pb2.Heartbeat()).SerializeToString()
         while True:
             await asyncio.sleep(BEAT_S)
             self.send(message)
 
     def send(self, message: bytes) -> None:
-        """A message of each member."""
+        """Send a message of each member."""
         for call, incarnation in enumerate(self.incarnations):
             if incarnation:
                 self.outbox.add(call, message)
 
     async def write(self) -> None:
-        """What is to be sent."""
+        """Write the outgoing messages."""
         await self.stream.write(multiplex_pb2.Frames())
         await self.outbox.write_to(self.stream)
 
     async def read(self) -> None:
-        """What comes."""
+        """Read the incoming messages."""
         while (frames := await self.stream.read()) is not EOF:
             for frame in frames.frames:
                 if frame.HasField("status"):
@@ -105,7 +105,7 @@ class Host:
                     self.take(call, frame.message)
 
     def take(self, call: int, message: bytes) -> None:
-        """An event has come for a member."""
+        """Process an event for a member."""
         event = self.load.events.event(message, self.known[call])
         if isinstance(event, Membership):
             self.known[call] = event
@@ -117,14 +117,14 @@ class Host:
             self.load.state_id = event.state_id
 
     async def call(self, method: str, request: bytes) -> bytes:
-        """A unary call of a member."""
+        """Make a unary call of a member; returns the reply."""
         number = next(self.numbers)
         reply = self.replies[number] = asyncio.get_running_loop().create_future()
         self.outbox.add_frame(multiplex_pb2.Frame(calls=(number,), method=method, message=request))
         return bytes(await reply)
 
     def context(self, call: int) -> common_pb2.CallContext:
-        """Who calls."""
+        """Return the context of a member's calls."""
         known = self.known[call]
         return common_pb2.CallContext(
             job="bench",
@@ -134,7 +134,7 @@ class Host:
         )
 
     async def close(self) -> None:
-        """It is over, as by its death."""
+        """End the session, as the host's death would."""
         for task in self.tasks:
             task.cancel()
         self.stream.cancel()
@@ -143,7 +143,7 @@ class Host:
 
 
 class Hosts:
-    """All members of one job: shard servers with sessions of their own, workers on hosts."""
+    """All members of one job: shard servers with their own sessions, workers on hosts."""
 
     def __init__(self, port: int, workers: int, hosts: int, shards: int) -> None:
         self.address = f"127.0.0.1:{port}"
@@ -159,20 +159,20 @@ class Hosts:
         self.hosts = [Host(self, i, size) for i, size in enumerate(sizes)]
 
     def failed(self, task: asyncio.Task[None]) -> None:
-        """A host's session has ended."""
+        """Note the error of a host's session that has ended."""
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.error.done():
             self.error.set_exception(error)
 
     def decided(self, count: int) -> None:
-        """Members have a decision."""
+        """Count members that have a decision."""
         self.missing -= count
         if not self.missing:
             self.newest_s = time.perf_counter()
             self.news.set()
 
     async def until(self, reached: Callable[[Membership], bool]) -> float:
-        """Seconds until every member's membership is as wanted."""
+        """Return the seconds until every member's membership meets the condition."""
         began = time.perf_counter()
         async with asyncio.timeout(LIMIT_S):
             while not all(
@@ -186,7 +186,7 @@ class Hosts:
         return time.perf_counter() - began
 
     async def join(self) -> float:
-        """Seconds until every member has the complete membership."""
+        """Let all members join; returns seconds until every member has the complete membership."""
         began = time.perf_counter()
         for host in self.hosts:
             host.join()
@@ -195,7 +195,7 @@ class Hosts:
         return time.perf_counter() - began
 
     async def barrier(self, name: str) -> float:
-        """Seconds until all workers have passed."""
+        """Return the seconds until all workers have passed a barrier."""
         began = time.perf_counter()
         await asyncio.gather(
             *(
@@ -212,7 +212,7 @@ class Hosts:
         return time.perf_counter() - began
 
     async def register(self) -> None:
-        """Register a model; the servers have its values."""
+        """Register a model, and wait until the servers have its values."""
         spec, optimizer = model_of(len(self.servers.shards))
         known = self.hosts[0].known[0]
         assert known is not None
@@ -230,11 +230,11 @@ class Hosts:
                 await self.news.wait()
 
     async def decided_s(self, number: int, before_s: float = 0.0) -> float:
-        """Seconds until everybody has a step's decision, from when all vote at once, or the last host does.
+        """Return the seconds until all members have a step's decision, from the vote of all, or of the last host.
 
         Args:
-            number: of the step.
-            before_s: how much sooner all other hosts vote.
+            number: number of the step.
+            before_s: seconds that all other hosts vote earlier.
         """
         generation = self.hosts[0].known[0].generation  # type: ignore[union-attr]
         for shard in self.servers.shards:
@@ -250,7 +250,7 @@ class Hosts:
                 )
             )
         vote = Vote(generation=generation, step=number, max_norm=1.0, hyper=(HYPER,))
-        message = vote_to_proto(vote).SerializeToString()
+        message = step_message_to_proto(vote).SerializeToString()
         self.missing = sum(host.size for host in self.hosts)
         self.news.clear()
         began = time.perf_counter()
@@ -267,7 +267,7 @@ class Hosts:
         return self.newest_s - began
 
     async def death(self) -> float:
-        """Seconds until everybody knows that a worker is none any more, whose call has ended."""
+        """End a worker's call; returns seconds until all others know that the worker is not a member any more."""
         known = self.hosts[0].known[0]
         assert known is not None
         last = self.hosts[-1]
@@ -276,6 +276,6 @@ class Hosts:
         return await self.until(lambda now: now.generation > known.generation)
 
     async def close(self) -> None:
-        """Everybody leaves."""
+        """Let all members leave."""
         await asyncio.gather(*(host.close() for host in self.hosts))
         await asyncio.gather(*(m.close() for m in self.servers.members))

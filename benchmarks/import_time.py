@@ -1,7 +1,7 @@
-"""How long `import axon_ps` takes beyond `import numpy, grpc`, and what we add to `import torch`.
+"""Time of `import axon_ps` beyond `import numpy, grpc`, and the part of axon_ps in `import torch`.
 
-Each in a fresh interpreter. torch loads our entry point at the end of its own import. That is timed by itself, since
-the time of `import torch` varies by more than it, and beside it what it leaves for later.
+Each is measured in a fresh interpreter. torch loads axon_ps's entry point at the end of its own import. The entry point
+is timed by itself, since the time of `import torch` varies by more than that. The work that it defers is timed, too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ STATEMENTS = {
     "our part of torch": ("import torch", "from axon_ps_torch import autoload; autoload()"),
     "what that defers": ("import torch", "import axon_ps.parallel"),
 }
-"""By what it is: what runs before, and what is timed."""
+"""By name, the statement that runs before, and the statement that is timed."""
 MEASURE = "import time; {}; t = time.perf_counter(); {}; print(time.perf_counter() - t)"
 UNWANTED = ("torch", "cupy", "numba")
 
 
 def seconds(before: str, statement: str) -> float:
-    """Seconds of `statement` in an interpreter of its own, in which torch loads no entry points by itself."""
+    """Return the seconds of `statement` in its own interpreter, in which torch loads no entry points by itself."""
     program = MEASURE.format(before or "pass", statement)
     environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
@@ -35,7 +35,7 @@ def seconds(before: str, statement: str) -> float:
 
 
 def unwanted_modules() -> list[str]:
-    """Which of the heavy modules `import axon_ps` brings in; there should be none."""
+    """Return the heavy modules that `import axon_ps` loads; there should be none."""
     script = f"import axon_ps, sys; print(*[m for m in {UNWANTED!r} if m in sys.modules])"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
 

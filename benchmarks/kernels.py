@@ -1,21 +1,26 @@
-"""Our fused optimizer kernels against torch's, on the same parameters, in the same minutes.
+"""Optimizer kernels of axon_ps against torch's, on the same parameters, in the same minutes.
 
     python benchmarks/kernels.py [--quick] [--piece-numel N]
 
-Per optimizer: 64M f32 parameters, 2 threads each. Ours runs as a shard server runs it: threads that take pieces (1M
-elements unless told, the server's run of chunks) until none are left. It is measured without a wire copy; with the
-bf16 wire copy, which goes to a scratch array of the thread; and with the frames that a server makes of that, ready to
-be sent and kept until the next step. torch's is its fused implementation where it has one for CPUs, else foreach; for
-Lion, which torch lacks, it is the usual sequence of `torch._foreach_*` calls. The column "torch ms" makes no bf16
-copy, the next one does, with `copy_` after the step.
-Both sides work on the same arrays: how fast memory is depends on the pages it happens to get, by a third here.
-Calls take turns in rounds, so a noisy neighbour hits all of them alike: a ratio is the median over rounds of the ratio
-within a round, as memory is twice as fast here in some seconds as in others. The table has the median times, the file
-the fastest too.
+Every optimizer updates 64M f32 parameters with 2 threads. axon_ps runs as in a shard server: threads take pieces (1M
+elements by default, the server's run of chunks) until none are left. Its columns are:
 
-Also the server's gradient work: adding a bf16 chunk in f32, with and without the sum of squares, against torch.
+- without a wire copy;
+- with the bf16 wire copy, which goes to a scratch array of the thread;
+- with the frames that a server makes of that copy, ready to be sent and retained until the next step.
 
-The acceptance is the update with bf16 copy ≤ 1.2 × torch's fused update without.
+torch runs its fused implementation where it has one for CPUs, else foreach. For Lion, which torch lacks, it runs the
+usual sequence of `torch._foreach_*` calls. The column "torch ms" makes no bf16 copy; the next column makes one, with
+`copy_` after the step.
+
+Both sides work on the same arrays: the speed of memory depends on its pages, by a third here. Calls alternate in
+rounds, so a noisy neighbour affects all of them equally. A ratio is the median of the ratios within a round, since
+memory is twice as fast here in some seconds as in others. The table has the median times; the file also has the
+fastest.
+
+The server's gradient work is measured, too: adding a bf16 chunk in f32, with and without the sum of squares.
+
+The acceptance is an update with bf16 copy ≤ 1.2 × torch's fused update without.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ from axon_ps.wire.v1 import common_pb2
 
 THREADS = 2
 SETTLE_S = 0.02
-"""Between calls: OpenMP's threads spin for milliseconds after torch's step, on a core that ours then lacks."""
+"""Seconds between calls: OpenMP's threads spin for milliseconds after torch's step, on a core that axon_ps needs."""
 
 CASES: list[tuple[str, dict[str, float], str]] = [
     ("sgd", {"lr": 1e-3}, "fused"),
@@ -74,7 +79,7 @@ class Pieces:
         self._pool = ThreadPoolExecutor(THREADS)
 
     def run(self, one: Callable[[slice], object]) -> None:
-        """Returns when every piece is done."""
+        """Run a function; returns when every piece is done."""
         pieces = self._pieces()
         lock = threading.Lock()
 
@@ -95,7 +100,7 @@ class Pieces:
 
 
 def moments(name: str, hyper: dict[str, float], param: Array) -> dict[str, Array]:
-    """The state arrays of an optimizer, by torch's names. Both sides work on the same, so on the same pages."""
+    """Return the state arrays of an optimizer, by torch's names. Both sides use the same, so the same pages."""
     optimizer = create(name)
     return {state: np.zeros_like(param) for state in optimizer.state_names([optimizer.validate(hyper)])}
 
@@ -103,7 +108,7 @@ def moments(name: str, hyper: dict[str, float], param: Array) -> dict[str, Array
 def ours(
     name: str, hyper: dict[str, float], param: Array, grad: Array, memory: dict[str, Array], pieces: Pieces
 ) -> Calls:
-    """Our update alone, with the wire copy in the thread's scratch, and with the frames that are made of it."""
+    """Return the calls of axon_ps: the update alone, with the wire copy in the thread's scratch, and with frames."""
     optimizer = create(name)
     values, state = optimizer.validate(hyper), tuple(memory.values())
     own = threading.local()
@@ -137,7 +142,7 @@ def ours(
 def torchs(
     name: str, hyper: dict[str, float], implementation: str, param: Array, grad: Array, memory: dict[str, Array]
 ) -> Calls:
-    """torch's update without and with a bf16 copy, as calls."""
+    """Return the calls of torch: the update without and with a bf16 copy."""
     tensor = torch.from_numpy(param)
     step = torch_step(name, hyper, implementation, tensor, grad, memory)
     copy = torch.from_numpy(np.zeros(param.size, np.int16)).view(torch.bfloat16)
@@ -157,7 +162,7 @@ def torch_step(
     grad: Array,
     memory: dict[str, Array],
 ) -> Callable[[], object]:
-    """torch's update, of the same arrays as ours."""
+    """Return torch's update of the same arrays."""
     if name == "lion":
         return torch_lion(tensor, torch.from_numpy(grad), torch.from_numpy(memory["exp_avg"]), **hyper)
     options: dict[str, Any] = {k: bool(v) if k in ("nesterov", "amsgrad", "centered") else v for k, v in hyper.items()}
@@ -175,7 +180,7 @@ def torch_step(
 def torch_lion(
     param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, lr: float, weight_decay: float
 ) -> Callable[[], None]:
-    """Lion with betas 0.9 and 0.99, the way torch's foreach optimizers are written."""
+    """Return a step of Lion with betas 0.9 and 0.99, written as torch's foreach optimizers are."""
 
     def step() -> None:
         direction = torch._foreach_mul([exp_avg], 0.9)
@@ -189,7 +194,7 @@ def torch_lion(
 
 
 def measure(calls: Calls, repetitions: int) -> dict[str, list[float]]:
-    """Milliseconds per call, in rounds, each in another order: a call finds in the caches what the last one left there.
+    """Return milliseconds per call, in rounds of changing order: a call finds its predecessor's data in the caches.
 
     The first round, which touches memory for the first time, is left out.
     """
@@ -207,7 +212,7 @@ def measure(calls: Calls, repetitions: int) -> dict[str, list[float]]:
 
 
 def summary(times: dict[str, list[float]], baseline: str) -> dict[str, float]:
-    """Minima, medians, and the ratios to the baseline, rounded: the median over rounds of a round's ratio."""
+    """Return rounded minima, medians, and ratios to the baseline: the median over rounds of a round's ratio."""
     row = {f"{name}_min_ms": round(min(t), 2) for name, t in times.items()}
     row |= {f"{name}_median_ms": round(statistics.median(t), 2) for name, t in times.items()}
     row |= {
@@ -219,7 +224,7 @@ def summary(times: dict[str, list[float]], baseline: str) -> dict[str, float]:
 
 
 def optimizers(numel: int, pieces: Pieces, repetitions: int) -> list[dict[str, Any]]:
-    """One row per case of CASES."""
+    """Return a row for each case of CASES."""
     rng = np.random.default_rng(0)
     param, grad = (rng.standard_normal(numel, dtype=np.float32) for _ in range(2))
     rows = []
@@ -232,12 +237,12 @@ def optimizers(numel: int, pieces: Pieces, repetitions: int) -> list[dict[str, A
         times = summary(measure(calls, repetitions), "torch")
         rows.append({"optimizer": label, "torch_implementation": implementation, **times})
         del calls, memory
-        gc.collect()  # moments of the next optimizer take their place
+        gc.collect()  # the next optimizer's moments get this memory
     return rows
 
 
 def accumulation(numel: int, pieces: Pieces, repetitions: int) -> list[dict[str, Any]]:
-    """One row per way to add a bf16 gradient to an f32 sum and to square it."""
+    """Return a row for each way to add a bf16 gradient to an f32 sum and to square it."""
     rng = np.random.default_rng(0)
     acc, chunk = rng.standard_normal(numel, dtype=np.float32), np.zeros(numel, np.uint16)
     cast.encode(acc, chunk, DType.BF16)
@@ -271,7 +276,7 @@ def accumulation(numel: int, pieces: Pieces, repetitions: int) -> list[dict[str,
 
 
 def main() -> None:
-    """Runs, prints and writes."""
+    """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--piece-numel", type=int, default=RUN_NUMEL, help="elements per piece")
     parser.add_argument("--quick", action="store_true", help="4M parameters, few repetitions, writes no file")

@@ -1,10 +1,10 @@
-"""The main job as every launcher starts it, with the same losses: a check, no measurement.
+"""The main job under every launcher, with the same losses: a check, not a measurement.
 
     python benchmarks/launchers.py            # make lab NAME=launchers
 
-`axon-ps run`, torchrun, torchrun on two hosts (network namespaces; needs root), mpirun: two workers each, 20 steps of
-`examples/train_gpt.py`, whose script knows nothing of who started it. At the end no process of any of them is left.
-What this machine lacks (mpirun, root) is left out, and said.
+The launchers are `axon-ps run`, torchrun, torchrun on two hosts (network namespaces; needs root) and mpirun. Each
+starts two workers for 20 steps of `examples/train_gpt.py`, whose script does not know its launcher. At the end no
+process of any launcher is left. Launchers that this machine lacks (mpirun, root) are left out, with a message.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ SIZE = [
     *("--layers", "2", "--channels", "64", "--heads", "2", "--context", "64"),
     *("--batch", "4", "--eval-windows", "16", "--sample-bytes", "20"),
 ]
-SETTLED = ["--compute", "float32", "--time-budget-s", "0"]  # what otherwise depends on how fast the machine is
+SETTLED = ["--compute", "float32", "--time-budget-s", "0"]  # results do not depend on the machine's speed
 LIMIT_S = 900.0
-SHOWN = 4000  # characters of what a run that failed has printed
+SHOWN = 4000  # last characters of a failed run's output
 MARK = "AXON_PS_LAUNCHERS_RUN"
 
 
 def program(steps: int, out: Path) -> list[str]:
-    """The script and its arguments."""
+    """Return the script and its arguments."""
     return [str(ROOT / "examples" / "train_gpt.py"), "--steps", str(steps), *SIZE, *SETTLED, "--out", str(out)]
 
 
 def environment(mark: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Nothing of ours in it, but a mark by which what is left of a run is found."""
+    """Return an environment without variables of axon_ps, with a mark by which a run's processes are found."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("AXON_PS_", "MASTER_"))}
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     return {**ours, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: mark, **(more or {})}
 
 
 def left_over(mark: str) -> list[int]:
-    """The processes that a run has left behind."""
+    """Return the processes that a run has left behind."""
     found = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit() and int(directory.name) != os.getpid():
             try:
                 variables = (directory / "environ").read_bytes().split(b"\0")
-            except OSError:  # it has ended, or is not ours
+            except OSError:  # it has ended, or belongs to another user
                 continue
             if f"{MARK}={mark}".encode() in variables:
                 found.append(int(directory.name))
@@ -62,7 +62,7 @@ def left_over(mark: str) -> list[int]:
 
 
 def on_one_host(command: Sequence[str], mark: str) -> str:
-    """Run a command to its end; what it printed."""
+    """Run a command to its end; returns its output."""
     done = subprocess.run(
         command, env=environment(mark), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
     )
@@ -72,12 +72,12 @@ def on_one_host(command: Sequence[str], mark: str) -> str:
 
 
 def of_host(is_first: bool, address: str) -> list[str]:
-    """What an agent must be told in a namespace, which has no name to find its address by."""
+    """Return the options of an agent in a namespace, which has no name by which to find its address."""
     return ["--rdzv-conf", f"is_host={is_first}", "--local-addr", address]
 
 
 def on_two_hosts(steps: int, out: Path, mark: str) -> str:
-    """The same command on two hosts; what both printed."""
+    """Run the same command on two hosts; returns both outputs."""
     with Network(["node0", "node1"]) as network, tempfile.TemporaryFile("w+") as log:
         command = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
         command += ["--rdzv-id", mark, "--rdzv-endpoint", f"{network.address('node0')}:29400"]
@@ -100,7 +100,7 @@ def on_two_hosts(steps: int, out: Path, mark: str) -> str:
 
 
 def main() -> None:
-    """Run all, compare, write the table."""
+    """Run all launchers, compare the losses, write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="", help="launchers whose name contains this")

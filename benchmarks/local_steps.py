@@ -1,18 +1,26 @@
-"""Local steps over a thin line: bytes, peaks and loss of DiLoCo streamed, and goodput of workers that die or are slow.
+"""Local steps over a thin line: bytes, peaks and loss of streamed DiLoCo, and goodput with dying or slow workers.
 
 Bytes and loss: workers train a small GPT on the standard library's sources, with the same batches, by DDP, by DiLoCo
-whole in f32, and by streamed DiLoCo with compressors. "bytes" are those that a worker sends and receives a step, in the
-mean, and "fewer" how many times fewer than DDP's by its formula (a ring all-reduce of f32: 2 (n - 1) / n * 4 bytes a
-parameter each way); "peak" is the most within one step, over that of whole DiLoCo.
+in f32 without fragments, and by streamed DiLoCo with compressors. The columns are:
 
-Goodput: workers whose accelerators are emulated (a step takes `--device-s`) train for `--seconds`, and every ten
-seconds one of them is killed, which is started again twenty seconds later. "goodput" is the steps whose progress is in
-the job's parameters over those that the workers had time for, from being ready to join to being killed; "made" are all
-steps. (Of a DiLoCo worker that lives at the end all count: the next outer steps have them.) DiLoCo goes on with those
-that are there; synchronous steps (FULL_SHARD) either wait for all, or go on as well.
+    bytes    sent and received by a worker a step, the mean
+    fewer    DDP's bytes over these, DDP's by its formula: a ring all-reduce of f32, 2 (n - 1) / n * 4 bytes a parameter
+             each way
+    peak     the most bytes within one step, over that of DiLoCo without fragments
 
-Slow: the accelerator of one worker of four takes `SLOWER` times as long for a step, and nobody is killed. "goodput" is
-the time that workers' accelerators have computed over the time that there was; without a quorum the others wait for it.
+Goodput: workers whose accelerators are emulated (a step takes `--device-s`) train for `--seconds`. Every ten seconds
+one of them is killed, and started again twenty seconds later. DiLoCo goes on with the workers that are present;
+synchronous steps (FULL_SHARD) either wait for all, or go on, too. The columns are:
+
+    made       all steps
+    goodput    the steps whose progress is in the job's parameters, over the steps for which workers had time, from
+               being ready to join to being killed
+
+All steps of a DiLoCo worker that lives at the end count: the next outer steps include them.
+
+Slow: the accelerator of one worker of four takes `SLOWER` times as long for a step, and no worker is killed. "goodput"
+is the time that workers' accelerators have computed, over the time that passed; without a quorum the others wait for
+the slow one.
 
     python benchmarks/local_steps.py [loss] [goodput] [slow]
 """
@@ -48,7 +56,7 @@ GOODPUT_COLUMNS = ("how", "seconds", "kills", "worker_s", "made", "steps", "good
 
 INT4 = {"wire_dtype": "int4", "param_wire_dtype": "int4"}
 AVERAGE = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "mixing": None}
-"""Error feedback takes the place of the outer momentum, as in SparseLoCo; there is none for mixing to damp."""
+"""Error feedback replaces the outer momentum, as in SparseLoCo; so there is no momentum for mixing to damp."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "DDP": {},
@@ -64,14 +72,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def learning_rate(step: int, steps: int, highest: float) -> float:
-    """A linear warm-up, then a cosine to a twentieth."""
+    """Return a learning rate: a linear warm-up, then a cosine to a twentieth."""
     if step < WARM_UP:
         return highest * (step + 1) / WARM_UP
     return highest * (0.05 + 0.95 * 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * step / steps)))))
 
 
 def train(way: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """One worker of the first part."""
+    """Run one worker of the first part."""
     sys.path.insert(0, EXAMPLES)
     from corpus import Corpus  # type: ignore[import-not-found]
     from gpt import GPT, Block, GPTConfig  # type: ignore[import-not-found]
@@ -122,7 +130,7 @@ def train(way: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def moved(diloco: parallel.DiLoCo | None) -> float:
-    """Bytes that a worker has sent and received."""
+    """Return the bytes that a worker has sent and received."""
     if diloco is None:
         return 0.0
     counters = diloco.statistics()
@@ -130,7 +138,7 @@ def moved(diloco: parallel.DiLoCo | None) -> float:
 
 
 def measure_loss(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The first part, one way after the other."""
+    """Measure the first part, one way after the other."""
     rows = []
     for how, way in WAYS.items():
         began = time.monotonic()
@@ -150,13 +158,13 @@ def measure_loss(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def small() -> nn.Sequential:
-    """Of as many units as there are fragments."""
+    """Return a model of as many units as there are fragments."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
 
 
 def paced(device_s: float) -> Iterator[None]:
-    """Steps of an accelerator: the next begins when it has taken its time, or when the host comes, if that is later."""
+    """Pace steps as an accelerator does: a step begins at the end of the previous one, or when the host is ready."""
     due_s = time.monotonic()
     while True:
         due_s = max(due_s, time.monotonic()) + device_s
@@ -181,7 +189,7 @@ def run_diloco(
 
 
 def run_synchronous(world: axon_ps.World, device_s: float, note: Callable[[float, float], None]) -> None:
-    """As `run_diloco`."""
+    """Train by synchronous steps; see `run_diloco`."""
     model = parallel.FSDP(small(), world, auto_wrap_policy=lambda module: isinstance(module, nn.Linear))
     optimizer, committed, made = parallel.SGD(model.parameters(), lr=0.01), 0, 0
     for _ in paced(device_s):
@@ -199,9 +207,9 @@ KINDS: dict[str, Callable[..., None]] = {
 
 
 def work(device_s: float, path: Path, kind: str) -> None:
-    """One life of a worker: its file has since when it would train, the steps it has made, and those that count."""
+    """Run one life of a worker, whose file has its begin, the steps it has made, and those that count."""
     torch.set_num_threads(1)
-    warm_up()  # as a process that stands by
+    warm_up()  # as a standby does
     with path.open("w") as file:
         began = time.monotonic()
 
@@ -223,7 +231,7 @@ GOODPUT: dict[str, tuple[str, int | None]] = {
 
 
 def measure_goodput(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The second part, one way after the other."""
+    """Measure the second part, one way after the other."""
     rows = []
     for how, (kind, least) in GOODPUT.items():
         with (
@@ -236,7 +244,7 @@ def measure_goodput(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def disturbed(cluster: LocalCluster, kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Start the workers, kill one every ten seconds, and see what came of it."""
+    """Start the workers, kill one every ten seconds, and return the counts of steps."""
     alive: dict[int, Any] = {}
     lives = 0
     paths: dict[int, Path] = {}
@@ -285,7 +293,7 @@ def disturbed(cluster: LocalCluster, kind: str, folder: Path, options: argparse.
 
 
 def measure_slow(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The third part, without a quorum and with one."""
+    """Measure the third part, without a quorum and with one."""
     rows = []
     for how, kind in (("all make 20 steps", "diloco"), ("quorum of 0.75", "quorum")):
         with tempfile.TemporaryDirectory() as folder, LocalCluster(shards=1, world_size=WORKERS) as cluster:
@@ -295,7 +303,7 @@ def measure_slow(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def one_slow(cluster: LocalCluster, kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Let the workers train, the last of which is slow, and see how far they come from when all have begun to."""
+    """Let the workers train, the last of which is slow; returns the steps made since all have begun."""
     device_s = [options.device_s] * (WORKERS - 1) + [options.device_s * SLOWER]
     paths = [folder / f"{rank}.json" for rank in range(WORKERS)]
     workers = [
@@ -325,7 +333,7 @@ def one_slow(cluster: LocalCluster, kind: str, folder: Path, options: argparse.N
 
 
 def committed_of(cluster: LocalCluster) -> int:
-    """Outer steps of all fragments that have committed."""
+    """Return the outer steps of all fragments that have committed."""
     return int(cluster.status().counters["steps_committed"])
 
 

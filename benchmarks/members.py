@@ -1,10 +1,13 @@
-"""How a job's control plane grows: so many members with one coordinator, a process of its own.
+"""Growth of a job's control plane with the number of members, with one coordinator, a process of its own.
 
-All members are in a second process, so both have a core of a machine with two: either real members with a session each,
-or hosts of 40 with real host sessions (see `hosts.py`). Measured per size: until everybody has the complete membership,
-and the processor time of the coordinator for that; its memory a member; a barrier of all workers; until everybody has a
-decision, from when all vote at once, and from the last vote when the others had come before; and until everybody knows
-of a death.
+All members are in a second process, so both have a core of a machine with two. They are either real members with a
+session each, or hosts of 40 with real host sessions (see `hosts.py`). Measured for each size are:
+
+- the time until all members have the complete membership, and the coordinator's processor time for that;
+- the coordinator's memory for each member;
+- a barrier of all workers;
+- the time until all members have a decision, from the vote of all at once, and from the last vote after the others;
+- the time until all members know of a death.
 
     python benchmarks/members.py [--sizes 64 256 1000] [--hosts 25 250]
 """
@@ -37,7 +40,7 @@ class Members(Bench):
     """All members of one job, in this process, each with a session."""
 
     async def until(self, reached: Callable[[Membership], bool]) -> float:
-        """Seconds until every member's membership is as wanted."""
+        """Return the seconds until every member's membership meets the condition."""
         began = time.perf_counter()
         async with asyncio.timeout(LIMIT_S):
             while not all(m.membership is not None and reached(m.membership) for m in self.members):
@@ -45,24 +48,24 @@ class Members(Bench):
         return time.perf_counter() - began
 
     async def join(self) -> float:
-        """Seconds until every member has the complete membership."""
+        """Let all members join; returns seconds until every member has the complete membership."""
         began = time.perf_counter()
         await asyncio.gather(*(m.start(LIMIT_S) for m in self.members))
         await self.until(lambda known: known.complete)
         return time.perf_counter() - began
 
     async def barrier(self, name: str) -> float:
-        """Seconds until all workers have passed."""
+        """Return the seconds until all workers have passed a barrier."""
         began = time.perf_counter()
         await asyncio.gather(*(w.barrier(name, timeout_s=LIMIT_S) for w in self.workers))
         return time.perf_counter() - began
 
     async def decided_s(self, number: int, before_s: float = 0.0) -> float:
-        """Seconds until everybody has a step's decision; see `Bench.step`."""
+        """Return the seconds until all members have a step's decision; see `Bench.step`."""
         return (await self.step(number, before_s))[1]
 
     async def death(self) -> float:
-        """Seconds until everybody knows that the last worker, whose connection breaks, is none any more."""
+        """Break the last worker's connection; returns seconds until all others know that it is no longer a member."""
         gone = self.workers.pop()
         self.members.remove(gone)
         known = self.members[0].membership
@@ -73,19 +76,19 @@ class Members(Bench):
         return await self.until(lambda now: now.generation > known.generation)
 
     async def close(self) -> None:
-        """Everybody leaves."""
+        """Let all members leave."""
         await asyncio.gather(*(m.close() for m in self.members))
 
 
 async def measure(port: int, pid: int, size: int, hosts: int) -> dict[str, float]:
-    """One row."""
+    """Measure one row."""
     job = Hosts(port, size - SHARDS, hosts, SHARDS) if hosts else Members(port, size - SHARDS, SHARDS)
     before_s, before_mib = cpu_s(pid), rss_mib(pid)
     joined_s = await job.join()
     row = {"members": float(size), "host_sessions": float(hosts), "join_s": joined_s}
     row["join_coordinator_cpu_s"] = cpu_s(pid) - before_s
     row["coordinator_kib_a_member"] = 1024 * (rss_mib(pid) - before_mib) / size
-    gc.freeze()  # pauses of this process are none of the coordinator's
+    gc.freeze()  # pauses of this process should not count as the coordinator's
     row["barrier_s"] = statistics.median([await job.barrier(f"b{i}") for i in range(5)])
     await job.register()
     together = [await job.decided_s(number) for number in range(1, STEPS + 1)]
@@ -98,7 +101,7 @@ async def measure(port: int, pid: int, size: int, hosts: int) -> dict[str, float
 
 
 def in_process(size: int, hosts: int) -> dict[str, float]:
-    """`measure` with a coordinator of its own."""
+    """Run `measure` with a coordinator of its own."""
     command = [sys.executable, "-c", SERVER, "memory:", str(size - SHARDS), str(SHARDS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:

@@ -1,12 +1,12 @@
 """Hosts with slow network cards, made of network namespaces: a star of veth pairs around a bridge, with tbf rates.
 
-Every host is a namespace with one card `eth0`; both ends of its cable are limited to the same rate, so what a host
-sends and what it receives are each bounded as on a real card. Hosts use `CONGESTION` whatever this machine uses: with
-bbr, which shares a card by guesses, the same transfer takes from 1.14 to 1.34 s. The bridge lives in a namespace of its
-own, where the machine's firewall rules (a running dockerd sets FORWARD to DROP) do not reach; `Network` still sends a
-packet between every host and the first one, and says so when none arrives.
+Every host is a namespace with one card `eth0`. Both ends of its cable have the same limit, so the bytes that a host
+sends and receives are each bounded as on a real card. Hosts use `CONGESTION`, whatever this machine uses: with bbr,
+which estimates the rate of a card, the same transfer takes from 1.14 to 1.34 s. The bridge is in a namespace of its
+own, where the machine's firewall rules (a running dockerd sets FORWARD to DROP) do not apply. `Network` still sends a
+packet between every host and the first one, and raises an error if none arrives.
 
-Names carry this process's id and a random part. What was made is destroyed on leaving the context manager, at
+Names contain this process's id and a random part. All namespaces are destroyed on leaving the context manager, at
 interpreter exit and on SIGINT, SIGTERM and SIGHUP; processes started in a namespace are ended first, by id. After a
 `kill -9`, run this file: it destroys the namespaces of runs whose process is gone.
 """
@@ -27,10 +27,10 @@ from types import FrameType
 from typing import Any, Self
 
 PREFIX = "axps"
-BURST_BYTES = 256 * 1024  # tbf's bucket: 4 ms at 500 Mbit/s; smaller and the kernel's timer cannot keep the rate
+BURST_BYTES = 256 * 1024  # tbf's bucket: 4 ms at 500 Mbit/s; with less, the kernel's timer cannot hold the rate
 QUEUE_LATENCY_MS = 50
 SUBNET = "10.77.0"  # the first three bytes of every host's address
-CONGESTION = "cubic"  # how TCP finds its rate: what Linux does unless somebody changes it
+CONGESTION = "cubic"  # TCP's congestion control, Linux's default
 
 
 class NetworkUnavailable(RuntimeError):
@@ -38,10 +38,10 @@ class NetworkUnavailable(RuntimeError):
 
 
 def run_ip(*arguments: str) -> str:
-    """Run `ip` and return what it printed.
+    """Run `ip`; returns its output.
 
     Raises:
-        NetworkUnavailable: it failed.
+        NetworkUnavailable: the command failed.
     """
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     if done.returncode:
@@ -50,11 +50,11 @@ def run_ip(*arguments: str) -> str:
 
 
 class Network:
-    """Namespaces called by `hosts`, each behind a card of `rate_mbit` each way (None: unlimited).
+    """Namespaces called by `hosts`, each behind a card of `rate_mbit` each way (None: unlimited), as a context manager.
 
     `congestion` is TCP's congestion control between them.
 
-    A context manager. `popen` starts a process on a host, `address` tells where it is, `counters` reads its card.
+    `popen` starts a process on a host, `address` returns its address, `counters` reads its card.
     """
 
     def __init__(self, hosts: Sequence[str], *, rate_mbit: float | None = None, congestion: str = CONGESTION) -> None:
@@ -84,26 +84,26 @@ class Network:
         self.close()
 
     def namespace(self, host: str) -> str:
-        """The namespace that `host` is."""
+        """Return the namespace of `host`."""
         return f"{self._id}-{host}"
 
     def node(self, host: str) -> str:
-        """What a process there calls its host: by its own name, though all are on one machine."""
+        """Return the name that a process uses for its host: the host's own name, though all are on one machine."""
         return host
 
     def address(self, host: str) -> str:
-        """The address of `host`'s card."""
+        """Return the address of `host`'s card."""
         return f"{SUBNET}.{self.hosts.index(host) + 1}"
 
     def popen(self, host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start `command` on `host`; the process is ended with the network if it still runs."""
-        prefix = ["ip", "netns", "exec", self.namespace(host)]  # replaces itself, so the id is the command's own
+        prefix = ["ip", "netns", "exec", self.namespace(host)]  # `ip` replaces itself, so the id is the command's own
         process = subprocess.Popen([*prefix, *command], **options)
         self._processes.append(process)
         return process
 
     def counters(self, host: str) -> tuple[int, int]:
-        """Bytes that `host`'s card has received and sent so far."""
+        """Return the bytes that `host`'s card has received and sent so far."""
         table = run_ip("netns", "exec", self.namespace(host), "cat", "/proc/net/dev")
         fields = next(line for line in table.splitlines() if "eth0:" in line).split(":")[1].split()
         return int(fields[0]), int(fields[8])
@@ -148,7 +148,7 @@ class Network:
                 )
 
     def _reaches(self, source: str, target: str) -> bool:
-        """Whether a connection from `source` to a closed port of `target` is answered, with a refusal."""
+        """Return True if a connection from `source` to a closed port of `target` is answered, with a refusal."""
         script = (
             "import socket, sys\n"
             "try: socket.create_connection((sys.argv[1], 9), 3)\n"
@@ -169,7 +169,7 @@ def limit(namespace: str, device: str, rate_mbit: float) -> None:
 
 
 def stop(processes: list[subprocess.Popen[Any]], *, grace_s: float = 5.0) -> None:
-    """End these processes: SIGTERM to all, SIGKILL to what is left after `grace_s`. Empties the list."""
+    """End these processes: SIGTERM to all, SIGKILL to the rest after `grace_s`. Empties the list."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -183,7 +183,7 @@ def stop(processes: list[subprocess.Popen[Any]], *, grace_s: float = 5.0) -> Non
 
 
 def exit_on_signals() -> Callable[[], None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, as SIGINT is KeyboardInterrupt; returns what undoes it."""
+    """Turn SIGTERM and SIGHUP into SystemExit, as SIGINT is KeyboardInterrupt; returns a function that undoes it."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -198,7 +198,7 @@ def exit_on_signals() -> Callable[[], None]:
 
 
 def orphans() -> Iterator[str]:
-    """Namespaces whose run is gone."""
+    """Yield the namespaces of runs whose process is gone."""
     for line in run_ip("netns", "list").splitlines():
         name = line.split()[0] if line.strip() else ""
         if name.startswith(f"{PREFIX}-") and not Path(f"/proc/{name.split('-')[1]}").exists():

@@ -1,15 +1,16 @@
-"""What metrics and traces cost a training step, in processor time and in time.
+"""Cost of metrics and traces in a training step, in processor time and in time.
 
-Two workers train a residual MLP of 2M parameters in 8 units under FULL_SHARD on two shard servers: with the coordinator
-five processes, all on this machine. Turns of so many steps alternate, without, with, with, without; all processor time
-of the job is counted, that of exporting what was recorded included, not that of who scrapes and of the collector.
+Two workers train a residual MLP of 2M parameters in 8 units under FULL_SHARD on two shard servers. With the coordinator
+they are five processes, all on this machine. Turns of equally many steps alternate: without, with, with, without. All
+processor time of the job is counted, including that for exporting what was recorded, but not that of the scraper and of
+the collector.
 
-Turns differ by more than what is to be shown, a hundredth. So the cause is made larger, and the difference divided by
-how much: *every* step is traced, for one in 100; the five processes are scraped *ten times a second*, for once a second
-and once in 15 s, Prometheus's usual interval. The same turns at 1 step in 100 and 1 scrape a second are in the results,
-too: they show what can be seen of it without that.
+Turns differ by more than a hundredth, the cost to be shown. So the cause is enlarged, and the difference divided by the
+same factor: *every* step is traced, for one in 100; the five processes are scraped *ten times a second*, for once a
+second and once in 15 s, Prometheus's usual interval. The results also have turns with 1 step in 100 and 1 scrape a
+second: they show how much can be seen without enlarging.
 
-Each round has jobs of its own. An interval is of 95 %, by Student's t over the rounds.
+Each round has new jobs. An interval is of 95 %, by Student's t over the rounds.
 
     python benchmarks/observability.py [--rounds 5] [--steps 30] [--quick]
 """
@@ -45,23 +46,23 @@ PROCESSES = 1 + SHARDS + WORKERS
 WIDTH, BLOCKS, TOKENS = 352, 8, 256
 TOKEN = "of-this-benchmark"
 EXPORT_S = 1.0
-"""What was recorded is sent so often, and a turn ends no earlier than it was."""
+"""Seconds between two exports of recorded data; a turn ends after its last export."""
 
 SCRAPES_PER_S, INTERVALS_S = 10.0, (15.0, 1.0)
 EVERY = 100
 LIMIT_S = 120.0
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t, for an interval of 95 %, by degrees of freedom from 1 on."""
+"""Student's t for an interval of 95 %, by degrees of freedom from 1 on."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """So many steps.
+    """A turn of some steps.
 
     Attributes:
         cpu_s: processor time of all processes of the job.
-        wall_s: how long the steps took.
-        scrapes: how often all processes were scraped meanwhile.
+        wall_s: duration of the steps.
+        scrapes: number of scrapes of all processes meanwhile.
     """
 
     cpu_s: float
@@ -74,11 +75,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Difference:
-    """The turns of a round, of one cause.
+    """The turns of a round, for one cause.
 
     Attributes:
-        without: those without it.
-        with_: those with it.
+        without: the turns without the cause.
+        with_: the turns with the cause.
     """
 
     without: Turn
@@ -91,17 +92,17 @@ class Difference:
 
     @property
     def time(self) -> float:
-        """The part of a step's time that it adds."""
+        """The part of a step's time that the cause adds."""
         return self.with_.wall_s / self.without.wall_s - 1
 
     @property
     def every_s(self) -> float:
-        """How long an undisturbed job trains in so many steps, by the scrapes that these had."""
+        """Seconds between scrapes: the time of the undisturbed steps, over the number of scrapes of the others."""
         return self.without.wall_s / self.with_.scrapes
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and how far from it the interval of 95 % goes; infinitely far for a single value."""
+    """Return the mean, and half the width of its interval of 95 %; infinite for a single value."""
     if len(values) < 2:
         return values[0], math.inf
     spread = statistics.stdev(values) / math.sqrt(len(values))
@@ -109,7 +110,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def work(directory: Path) -> None:
-    """A worker: as many steps as the file `go` says, until the job is ended; rank 0 writes what they took to `took`."""
+    """Run a worker: make as many steps as the file `go` says, until the job ends; rank 0 writes the time to `took`."""
     import torch
     import torch.nn.functional as F
 
@@ -124,7 +125,7 @@ def work(directory: Path) -> None:
         optimizer = AdamW(model.parameters(), lr=1e-4)
         target = torch.zeros(TOKENS, dtype=torch.long)
         while True:
-            while world.rank == 0 and done == allowed:  # rank 1 waits for it in the next step
+            while world.rank == 0 and done == allowed:  # rank 1 waits for rank 0 in the next step
                 allowed, began_s = number_in(directory / "go"), time.perf_counter()
                 pause.wait(0.01)
             F.cross_entropy(model(torch.randn(TOKENS, WIDTH)), target).backward()  # type: ignore[no-untyped-call]
@@ -137,12 +138,12 @@ def work(directory: Path) -> None:
 
 
 def number_in(path: Path) -> int:
-    """What a file says; 0 where there is none."""
+    """Return the number in a file; 0 if there is no file."""
     return int(path.read_text()) if path.exists() else 0
 
 
 def write(path: Path, value: float) -> None:
-    """In one piece."""
+    """Write a file atomically."""
     partial = path.with_suffix(".partial")
     partial.write_text(str(value))
     partial.rename(path)
@@ -152,10 +153,10 @@ class Job:
     """A job that trains when it is told to.
 
     Args:
-        directory: for what it is told, and its log.
-        port: of the coordinator's metrics; those after it are of the others.
-        flags: for `axon-ps run`.
-        env: variables.
+        directory: directory of the files `go` and `took`, and of the log.
+        port: port of the coordinator's metrics; the next ports are those of the other processes.
+        flags: options of `axon-ps run`.
+        env: further variables.
     """
 
     def __init__(self, directory: Path, port: int, *flags: str, **env: str) -> None:
@@ -172,7 +173,7 @@ class Job:
             )  # fmt: skip
 
     def turn(self, steps: int, scrapes_per_s: float = 0.0) -> Turn:
-        """Have it make so many steps, scraped so often."""
+        """Make the job train so many steps, with so many scrapes a second."""
         took = self._directory / "took"
         took.unlink(missing_ok=True)
         before_s, self._steps = self._cpu_s(), self._steps + steps
@@ -187,7 +188,7 @@ class Job:
         return Turn(self._cpu_s() - before_s, float(took.read_text()), len(scrapes))
 
     def close(self) -> None:
-        """End it."""
+        """End the job."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(30)
@@ -202,7 +203,7 @@ class Job:
 
 @contextmanager
 def scraped(ports: Sequence[int], per_s: float) -> Iterator[list[int]]:
-    """All processes of a job are scraped so often, as Prometheus does, or never at 0; yields each scrape's bytes."""
+    """Scrape all processes of a job so often, as Prometheus does, or never at 0; yields each scrape's bytes."""
     connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=30) for port in ports]
     over = threading.Event()
     sizes: list[int] = []
@@ -236,14 +237,14 @@ def _metrics(connection: http.client.HTTPConnection) -> int:
 
 
 def difference(without: Job, with_: Job, steps: int, scrapes_per_s: float = 0.0) -> Difference:
-    """Turns of two jobs, or of one job that is scraped in two of them."""
+    """Alternate turns of two jobs, or of one job that is scraped in two of them."""
     before = without.turn(steps)
     between = with_.turn(steps, scrapes_per_s) + with_.turn(steps, scrapes_per_s)
     return Difference(before + without.turn(steps), between)
 
 
 def measure(steps: int) -> dict[str, Difference]:
-    """A round: one difference of each cause."""
+    """Measure a round: one difference for each cause."""
     from otlp_receiver import receiving
 
     with tempfile.TemporaryDirectory() as directory, receiving() as collector, ExitStack() as stack:
@@ -255,7 +256,7 @@ def measure(steps: int) -> dict[str, Difference]:
             job = Job(Path(directory) / str(every), port + n * PROCESSES, *flags, **env)
             stack.callback(job.close)
             jobs.append(job)
-            job.turn(steps // 2 + 1)  # it is warm
+            job.turn(steps // 2 + 1)  # warm up
         plain, traced, sampled = jobs
         found = {
             "traces": difference(plain, traced, steps),
@@ -269,7 +270,7 @@ def measure(steps: int) -> dict[str, Difference]:
 
 
 def row(what: str, measured: str, cpu: Sequence[float], wall: Sequence[float]) -> dict[str, Any]:
-    """One line of the table: parts that a cause adds, by round."""
+    """Return a line of the table: the parts that a cause adds, by round."""
     (cpu_mean, cpu_within), (mean, within) = interval(cpu), interval(wall)
     return {
         "what": what,
@@ -282,7 +283,7 @@ def row(what: str, measured: str, cpu: Sequence[float], wall: Sequence[float]) -
 
 
 def rows_of(rounds: Sequence[dict[str, Difference]]) -> list[dict[str, Any]]:
-    """The table."""
+    """Return the rows of the table."""
     traces = [one["traces"] for one in rounds]
     metrics = [one["metrics"] for one in rounds]
     rows = [

@@ -1,14 +1,18 @@
-"""How much of a step's communication hides behind compute, from a trace, at 500 Mbit/s a card.
+"""The part of a step's communication that is hidden behind compute, by a trace, at 500 Mbit/s a card.
 
-Four worker hosts and four server hosts (network namespaces), the model of whole_step.py. A worker's compute is mostly
-an emulated accelerator that uses no processor, as a GPU would: all eight hosts share this machine's cores, which then
-stay free for what a worker's own processor would do, its communication. Where it may, the training thread goes before
-all communication: on a host of its own it would not wait for a core because of what seven others do. *Alone* is the
-step of the same model without any communication, four workers at a time. The trace (see step_trace.py) is rank 0's.
+There are four worker hosts and four server hosts (network namespaces), with the model of whole_step.py. A worker's
+compute is mostly an emulated accelerator that uses no processor, like a GPU. All eight hosts share this machine's
+cores, which stay free for the work of a worker's own processor: its communication. If permitted, the training thread
+has priority over all communication: on a host of its own it would not wait for a core behind seven others. *Alone* is
+the step of the same model without communication, four workers at a time. The trace (see step_trace.py) is that of rank
+0.
 
-A first run without the accelerator says how long a step's communication takes: T, what its bytes take through the card,
-in and out one after the other, as transfers that do not overlap each other would; and C, how long one is under way.
-C is less, since ours go both ways at once. The acceptance: with compute >= T, a step takes <= 1.15 x compute alone.
+A first run without the accelerator measures a step's communication:
+
+    T    its bytes at the card's rate, in and out one after the other, as without overlap of transfers
+    C    the time in which a transfer is under way; less than T, since transfers go both ways at once
+
+The acceptance: with compute >= T, a step takes <= 1.15 x compute alone.
 
 With compute = C a step cannot be that short. Under SHARD_GRAD_OP both directions are full during backward, two thirds
 of compute; under FULL_SHARD a forward's gathers take longer than its compute, a third, and two units may be held.
@@ -31,13 +35,13 @@ from netns import CONGESTION, Network
 
 TEAM = whole_step.Team.of(4)
 HEADERS = 1514 / 1448
-"""Bytes on the wire by bytes of a TCP stream: a card's counters see large segments, with one header each."""
+"""Bytes on the wire over bytes of a TCP stream: a card's counters see large segments, with one header each."""
 
 WORKER = [sys.executable, str(Path(__file__).with_name("step_worker.py"))]
 
 
 def alone_s(options: argparse.Namespace, dtype: str) -> float:
-    """Forward and backward without communication, as slow as the slowest of four workers at a time."""
+    """Return the seconds of forward and backward without communication: the slowest of four workers at a time."""
     command = [*WORKER, "compute", *whole_step.shape(options), "--dtype", dtype]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(TEAM.size)]
@@ -45,7 +49,7 @@ def alone_s(options: argparse.Namespace, dtype: str) -> float:
 
 
 def traced(place: Network, options: argparse.Namespace, dtype: str, strategy: str) -> dict[str, float]:
-    """What rank 0's trace says of one run."""
+    """Run once; returns the figures of rank 0's trace."""
     directory = Path(options.traces)
     directory.mkdir(parents=True, exist_ok=True)
     trace = directory / f"{strategy}-{dtype}-{options.device_s:.1f}s.json"
@@ -58,7 +62,7 @@ def traced(place: Network, options: argparse.Namespace, dtype: str, strategy: st
 
 
 def bench(place: Network, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All settings."""
+    """Measure all settings."""
     rows: list[dict[str, Any]] = []
     for dtype, strategy in itertools.product(options.dtypes, options.strategies):
         options.device_s = 0.0
@@ -77,7 +81,7 @@ def bench(place: Network, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def times_of(text: str) -> tuple[float, str]:
-    """What --compute says: a number and C or T."""
+    """Parse --compute: a number and C or T."""
     if text[-1:] not in ("C", "T"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number followed by C or T, such as 1.5T")
     return float(text[:-1]), text[-1]

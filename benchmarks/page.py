@@ -1,9 +1,9 @@
-"""What the coordinator's page costs: bytes, the first paint, and processor time while a job of 256 members trains.
+"""Cost of the coordinator's page: bytes, first paint, and processor time while a job of 256 members trains.
 
-The coordinator is a process of its own, the page is open in a real headless Chromium, and the members are sessions of
-this process that compute nothing but make two steps a second. The coordinator's processor time is taken in turns
-without and with the page open; `page_cores` is the median of the differences between neighbouring turns.
-Needs Chromium and its driver (apt-get install chromium-driver) and selenium, from the extra `integrations`.
+The coordinator is a process of its own, and the page is open in a real headless Chromium. The members are sessions of
+this process, which compute nothing but make two steps a second. The coordinator's processor time is measured without
+and with the page, alternating; `page_cores` is the median of the differences between neighbouring turns.
+It needs Chromium and its driver (apt-get install chromium-driver) and selenium, from the extra `integrations`.
 
     python benchmarks/page.py [--pictures docs]
 """
@@ -28,7 +28,7 @@ from browser import chromium, first_paint_s, ready, size, transferred_bytes, unt
 from page_job import PageJob, page_job
 
 SIZES = ((1, 1, 1), (6, 2, 2), (224, 32, 32))
-"""Workers, shard servers, nodes."""
+"""Numbers of workers, shard servers, nodes."""
 
 STEP_S = 0.5
 WINDOW_S = 5.0
@@ -38,32 +38,32 @@ TURNS = 5
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds of a process and those below it."""
+    """Return the processor seconds of a process and its descendants."""
     process = psutil.Process(pid)
     times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
     return sum(t.user + t.system for t in times)
 
 
 def share(pid: int) -> float:
-    """The share of a core that a process takes, in a while."""
+    """Measure the part of a core that a process uses, over `WINDOW_S`."""
     before_s, began_s = cpu_s(pid), time.monotonic()
     time.sleep(WINDOW_S)
     return (cpu_s(pid) - before_s) / (time.monotonic() - began_s)
 
 
 def measure(job: PageJob, driver: webdriver.Chrome) -> dict[str, Any]:
-    """One row: turns without and with a page, of the same steps."""
+    """Measure one row: turns without and with a page, of the same steps."""
     job.step_every(STEP_S)
     alone, read, browser, rates = [], [], [], []
     paint_s = bytes_ = 0.0
     for _ in range(TURNS):
         driver.get("about:blank")
-        time.sleep(PAUSE_S)  # the feed notices that nobody reads
+        time.sleep(PAUSE_S)  # until the feed notices that it has no reader
         rates.append(rate(job, lambda: alone.append(share(job.pid))))
         driver.get(job.url)
         ready(driver)
         paint_s, bytes_ = max(paint_s, first_paint_s(driver)), max(bytes_, transferred_bytes(driver))
-        time.sleep(PAUSE_S)  # the page is drawn
+        time.sleep(PAUSE_S)  # until the page is drawn
         before_s = cpu_s(driver.service.process.pid)
         rates.append(rate(job, lambda: read.append(share(job.pid))))
         browser.append((cpu_s(driver.service.process.pid) - before_s) / WINDOW_S)
@@ -79,14 +79,14 @@ def measure(job: PageJob, driver: webdriver.Chrome) -> dict[str, Any]:
 
 
 def rate(job: PageJob, work: Callable[[], Any]) -> float:
-    """Steps per second while something is done."""
+    """Return the steps per second during `work`."""
     began, began_s = job.workers[0].at[1], time.monotonic()
     work()
     return float(job.workers[0].at[1] - began) / (time.monotonic() - began_s)
 
 
 def picture(driver: webdriver.Chrome, path: Path, height: int, *, dark: bool = False, width: int = 1200) -> None:
-    """The page as it is."""
+    """Take a picture of the page."""
     driver.execute_script(f"document.documentElement.dataset.theme = '{'dark' if dark else 'light'}'")
     size(driver, width, height)
     time.sleep(2.5)  # curves are drawn once a second
@@ -94,7 +94,7 @@ def picture(driver: webdriver.Chrome, path: Path, height: int, *, dark: bool = F
 
 
 def failover(driver: webdriver.Chrome, folder: Path) -> None:
-    """The pictures of a job of which a server was killed, and of its page on a phone."""
+    """Take pictures of a job after a server was killed, and of its page on a phone."""
     with page_job(4, 4, 2, "--replication", "2") as job:
         driver.get(job.url)
         ready(driver)
@@ -108,7 +108,7 @@ def failover(driver: webdriver.Chrome, folder: Path) -> None:
 
 
 def main() -> None:
-    """Measures each size, and takes the pictures of the docs if asked to."""
+    """Measure each size, and take the pictures of the docs if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=Path, help="only write page_*.png into this folder")
     folder = parser.parse_args().pictures

@@ -3,12 +3,12 @@
     python benchmarks/pipeline.py [--steps N] [--width W] [--gantt]
 
 Four processes, each with equal stages of matrix products, train through `axon_ps.parallel.pipeline`. A machine with
-fewer cores than ranks cannot show the time a pipeline takes, so two things are reported:
+fewer cores than ranks cannot show the time of a pipeline, so two results are reported:
 
 - "recorded": wall-clock time of the step and its bubble on this machine as it is, cores shared or not;
-- "replayed": the recorded order of actions, each as long as the CPU time it took (median of the steps): what the same
-  ranks do with a core each. Its bubble is compared with (p - 1) / (k m + p - 1), which takes messages to be free;
-  "messages" has the same with each message as long as one between two ranks of this machine was measured to be.
+- "replayed": the recorded order of actions, each as long as its CPU time (median of the steps), as if each rank
+  had a core. Its bubble is compared with (p - 1) / (k m + p - 1), which takes messages to be free. "messages" is the
+  same with messages as long as a message between two ranks of this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLUMNS = ["schedule", "stages", "step_ms", "recorded", "replayed", "formula", "
 
 
 def message_s(group: ProcessGroup, sample: Tensor, repeats: int = 20) -> float:
-    """One way of a message between rank 0 and rank 1."""
+    """Return the seconds of a message between rank 0 and rank 1, one way."""
     times = []
     for _ in range(repeats):
         group.barrier()
@@ -49,7 +49,7 @@ def message_s(group: ProcessGroup, sample: Tensor, repeats: int = 20) -> float:
 
 
 def replay(timelines: list[Timeline], transfer_s: float) -> Timeline:
-    """One step with the median CPU time of each action."""
+    """Replay one step with the median CPU time of each action."""
     by_action: dict[Any, list[float]] = {}
     for timeline in timelines:
         for span in timeline.spans:
@@ -60,7 +60,7 @@ def replay(timelines: list[Timeline], transfer_s: float) -> Timeline:
 
 
 def worker(steps: int, width: int) -> list[dict[str, Any]]:
-    """Every schedule; what rank 0 found."""
+    """Run every schedule; returns the rows of rank 0."""
     torch.set_num_threads(1)
     rows = []
     with World.init() as world:
@@ -79,7 +79,7 @@ def worker(steps: int, width: int) -> list[dict[str, Any]]:
                 for step in range(steps + 1):
                     begin = time.perf_counter()
                     pipeline.step(x, y)
-                    if step:  # the first one warms up
+                    if step:  # the first step warms up
                         times.append(time.perf_counter() - begin)
                         timelines.append(pipeline.timeline())
                 peak = pipeline.memory_stats().peak_activations
@@ -104,7 +104,7 @@ def worker(steps: int, width: int) -> list[dict[str, Any]]:
 
 
 def formulas(schedule: PipelineSchedule) -> tuple[float | None, list[int] | None]:
-    """Bubble and peaks by rank; None = the paper gives none for whole actions."""
+    """Return the bubble, and the peaks by rank; None = the paper gives none for undivided actions."""
     if schedule is PipelineSchedule.ZERO_BUBBLE:
         return None, None
     if schedule is PipelineSchedule.INTERLEAVED_ONE_F_ONE_B:

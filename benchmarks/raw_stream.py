@@ -1,14 +1,14 @@
 """Raw gRPC streams of bytes: the peer that the data plane is measured against.
 
-As a program, a `grpc.aio` server with identity serializers, one process, that knows nothing of axon_ps:
-`/raw/Pull` streams ready-made messages to the client, `/raw/Push` reads the client's messages and drops them,
-`/raw/PushCopy` also copies each into a buffer, as every receiver that keeps what it got must. It prints its port.
+The program is a `grpc.aio` server with identity serializers, one process, without axon_ps. `/raw/Pull` streams
+ready-made messages to the client. `/raw/Push` reads the client's messages and drops them; `/raw/PushCopy` also copies
+each into a buffer, as every receiver that retains its bytes must. The server prints its port.
 
-With `--client HOST:PORT` it is a client of such a server: one channel, the same channel options as the data plane's.
-For each line "pull", "pull copy", "push" or "push copy" that it reads it does that and prints the seconds it took. With
-`--retain-message-memory` malloc retains freed messages, as our processes have it; nothing else knows of axon_ps. With
-`--tls DIRECTORY` all of it is mutual TLS, by the one certificate `cert.pem` there, which both ends show and trust, and
-its `key.pem`.
+With `--client HOST:PORT` the program is a client of such a server: one channel, with the data plane's channel options.
+For each line "pull", "pull copy", "push" or "push copy" of its input it makes that transfer, and prints the seconds.
+With `--retain-message-memory` malloc retains freed messages, as in axon_ps's processes; the rest is without axon_ps.
+With `--tls DIRECTORY` everything is mutual TLS: both ends show and trust the certificate `cert.pem` there, with its key
+`key.pem`.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ async def serve(total_bytes: int, chunk_bytes: int, host: str, tls: Path | None)
 
 
 def pem_files(directory: Path) -> tuple[bytes, bytes]:
-    """Key and certificate."""
+    """Return the key and the certificate."""
     return (directory / "key.pem").read_bytes(), (directory / "cert.pem").read_bytes()
 
 
 def make_frames(total_bytes: int, chunk_bytes: int) -> list[bytes]:
-    """`total_bytes` in messages of `chunk_bytes`."""
+    """Return `total_bytes` in messages of `chunk_bytes`."""
     block = np.random.default_rng(0).bytes(chunk_bytes)
     return [bytes(bytearray(block)) for _ in range(total_bytes // chunk_bytes)]
 
 
 def keep(frame: bytes, buffer: np.ndarray, position: int) -> int:
-    """Copy a message into its place; returns where the next one goes."""
+    """Copy a message to its destination; returns the position of the next one."""
     buffer[position : position + len(frame)] = np.frombuffer(frame, np.uint8)
     return position + len(frame)
 
@@ -102,7 +102,7 @@ class RawClient:
         }
 
     async def pull(self, buffer: np.ndarray | None) -> None:
-        """Receive everything; into `buffer` when there is one."""
+        """Receive all messages; copy them into `buffer` if there is one."""
         position = 0
         call = self._pull(b"")
         while (frame := await call.read()) is not grpc.aio.EOF:
@@ -110,7 +110,7 @@ class RawClient:
                 position = keep(frame, buffer, position)
 
     async def push(self, frames: Sequence[bytes], *, copy: bool) -> None:
-        """Send the messages; the receiver drops or keeps them."""
+        """Send the messages; the receiver drops or copies them."""
         call = self._push[copy]()
         for frame in frames:
             await call.write(frame)
@@ -123,7 +123,7 @@ class RawClient:
 
 
 async def obey(address: str, total_bytes: int, chunk_bytes: int, tls: Path | None) -> None:
-    """Do what standard input says until it ends."""
+    """Perform the requests of standard input until it ends."""
     client = RawClient(address, tls)
     frames, buffer = make_frames(total_bytes, chunk_bytes), np.zeros(total_bytes, np.uint8)
     loop = asyncio.get_running_loop()
@@ -139,7 +139,7 @@ async def obey(address: str, total_bytes: int, chunk_bytes: int, tls: Path | Non
 
 
 def main() -> None:
-    """Be a server, or a client."""
+    """Run a server, or a client."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--total-bytes", type=int, required=True)
     parser.add_argument("--chunk-bytes", type=int, required=True)

@@ -1,13 +1,13 @@
-"""How long nothing commits when a Ray node with a shard server and a worker dies; Ray Train's own restart beside it.
+"""Pause of commits when a Ray node with a shard server and a worker dies; Ray Train's own restart beside it.
 
     python benchmarks/ray_cluster.py          about four minutes; needs the extra `integrations`
 
-Four Ray nodes of this machine, of which the head has no CPU to give. Three workers train a small model; a node with one
-of them (and a shard server) is killed. Rows:
+There are four Ray nodes on this machine; the head has no CPU to give. Three workers train a small model. A node with
+one of them (and a shard server) is killed. The rows are:
 
-- `RayCluster` and `AxonTrainer`: parameters on three shard servers. Counted are committed steps.
-- `TorchTrainer`, gloo: Ray's own, which restarts all workers and resumes from the last checkpoint it was given, here
-  after every 20th step. Counted are optimizer steps.
+- `RayCluster` and `AxonTrainer`: parameters on three shard servers; committed steps are counted.
+- `TorchTrainer`, gloo: Ray's own, which restarts all workers and resumes from the last checkpoint, here after every
+  20th step; optimizer steps are counted.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ HIDDEN = 256
 
 
 class Times:
-    """When each step was made first, on the head node, which stays."""
+    """The times at which each step was first made; the actor is on the head node, which stays."""
 
     def __init__(self) -> None:
         self._first: dict[int, float] = {}
         self._made: Counter[tuple[int, int]] = Counter()
 
     def made(self, rank: int, step: int, at_s: float) -> None:
-        """A worker has made a step."""
+        """Count a step of a worker."""
         self._made[rank, step] += 1
         self._first[step] = min(at_s, self._first.get(step, at_s))
 
     def all(self) -> tuple[dict[int, float], int]:
-        """The times by step, and how many steps were made again."""
+        """Return the times by step, and the number of steps that were made again."""
         again = {step for (_, step), times in self._made.items() if times > 1}
         return self._first, len(again)
 
 
 def network() -> torch.nn.Module:
-    """About 80,000 parameters."""
+    """Make a model of about 80,000 parameters."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(64, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, HIDDEN))
 
 
 def on_servers(options: dict[str, Any]) -> None:
-    """Committed steps; each worker has samples of its own."""
+    """Train with axon_ps, counting committed steps; each worker has its own samples."""
     from axon_ps.parallel import FSDP, SGD
 
     world = axon_ps.World.init()
@@ -79,7 +79,7 @@ def on_servers(options: dict[str, Any]) -> None:
 
 
 def over_gloo(options: dict[str, Any]) -> None:
-    """The same by DDP, with a checkpoint of Ray Train's every `EVERY` steps."""
+    """Train the same model by DDP, with a checkpoint of Ray Train's every `EVERY` steps."""
     import ray.train.torch
 
     model = ray.train.torch.prepare_model(network())
@@ -103,19 +103,19 @@ def over_gloo(options: dict[str, Any]) -> None:
 
 
 def by_cluster(options: dict[str, Any], storage: str) -> None:
-    """Plain Ray."""
+    """Run on a `RayCluster`: plain Ray."""
     with RayCluster(3, ClusterConfig(shards=3)) as cluster:
         cluster.run(on_servers, options)
 
 
 def by_trainer(options: dict[str, Any], storage: str) -> None:
-    """Ray Train, elastic."""
+    """Run by `AxonTrainer`: elastic Ray Train."""
     config = AxonConfig(elastic=True, cluster=ClusterConfig(shards=3))
     AxonTrainer(on_servers, axon_config=config, **_common(options, storage)).fit()
 
 
 def by_gloo(options: dict[str, Any], storage: str) -> None:
-    """Ray Train as it is."""
+    """Run by `TorchTrainer`: Ray Train without axon_ps."""
     TorchTrainer(over_gloo, torch_config=TorchConfig(backend="gloo"), **_common(options, storage)).fit()
 
 
@@ -135,7 +135,7 @@ RUNS: dict[str, Callable[[dict[str, Any], str], None]] = {
 
 
 def measure(nodes: Cluster, run: Callable[[dict[str, Any], str], None]) -> dict[str, Any]:
-    """One run with the death of a node in it."""
+    """Run once, with the death of a node; returns a row."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     times = ray.remote(Times).options(num_cpus=0, scheduling_strategy=here).remote()
     with tempfile.TemporaryDirectory() as storage, ThreadPoolExecutor(1) as pool:

@@ -1,7 +1,7 @@
-"""From kill -9 of a worker to the next step that all workers commit: its place filled anew, or by a standby.
+"""From kill -9 of a worker to the next step that all workers commit, with a new process or with a standby.
 
-`axon-ps run` trains a small model with two workers. One is killed, between steps, once its launcher and the standby
-have come to rest; the time is that of the first step that its successor commits.
+`axon-ps run` trains a small model with two workers. One of them is killed between steps, once its launcher and the
+standby are idle. The time is that of the first step that its successor commits.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ CALM_S = 1.5
 
 
 def commits(log: Path) -> list[tuple[int, int, float]]:
-    """(rank, process id, when) of every commit."""
+    """Return (rank, process id, time) of every commit."""
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     return [(int(rank), int(pid), float(when_s)) for rank, pid, when_s in lines if when_s]
 
 
 def await_rest(launcher: psutil.Process, working: set[int]) -> None:
-    """Return when no process below the launcher but those that train or serve uses the processor."""
+    """Wait until, of the processes below the launcher, only those that train or serve use the processor."""
     deadline, calm = time.monotonic() + LONGEST_S, 0
     while calm < 3 and time.monotonic() < deadline:
         waiting = [p for p in launcher.children(recursive=True) if "axon_ps.cli.launch.standby" in p.cmdline()]
@@ -61,7 +61,7 @@ def await_rest(launcher: psutil.Process, working: set[int]) -> None:
 
 
 def measure(options: list[str], directory: Path) -> float:
-    """Seconds from the kill to the next commit of all."""
+    """Return the seconds from the kill to the next commit of all workers."""
     script, log = directory / "train.py", directory / "log"
     script.write_text(TRAIN)
     command = [sys.executable, "-m", "axon_ps.cli.main", "run", "--nproc-per-node", "2", *options]

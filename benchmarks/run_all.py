@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other: `make bench`. Arguments go to each of them (`--quick`)."""
+"""Run every benchmark, one after the other: `make bench`. Arguments go to each of them (`--quick`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BENCHMARKS = (
 
 
 def main() -> int:
-    """Run them; the exit code is 1 when one failed."""
+    """Run the benchmarks; returns 1 if one failed."""
     failed = []
     for name in BENCHMARKS:
         print(f"== {name}", flush=True)

@@ -1,8 +1,8 @@
-"""What the death of a shard server costs: from the signal to the next committed step, and until every slice has copies.
+"""Cost of the death of a shard server: time to the next committed step, and until every slice has its copies.
 
-A job of two workers and two shard servers on this machine, replication 2, a small transformer-sized MLP under
-FULL_SHARD. One server after the other is killed (SIGKILL, so that its connections are reset) or frozen (SIGSTOP, so
-that nobody hears of it before its lease is over), and then started again or woken.
+A job of two workers and two shard servers runs on this machine, with replication 2 and a small transformer-sized MLP
+under FULL_SHARD. One server after the other is killed (SIGKILL, so that its connections are reset) or frozen (SIGSTOP,
+which is noticed only after its lease), and then restarted or woken.
 
     python benchmarks/server_death.py [--kills 50] [--freezes 10] [--quick]
 """
@@ -38,12 +38,12 @@ class Block(nn.Sequential):
 
 
 def train(directory: Path) -> dict[str, Any]:
-    """One worker; see `steady_job.train`."""
+    """Run one worker; see `steady_job.train`."""
     return steady_job.train(directory, lambda: nn.Sequential(*(Block() for _ in range(BLOCKS))), Block, (16, WIDTH))
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait for what other processes do."""
+    """Wait for a condition on other processes."""
     deadline = time.monotonic() + 60.0
     while not true():
         if time.monotonic() > deadline:
@@ -52,13 +52,13 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def complete(cluster: LocalCluster) -> bool:
-    """Whether both servers are there and every slice has its copies."""
+    """Return True if both servers are members and every slice has its copies."""
     status = cluster.status()
     return len(status.membership.shards) == 2 and status.version > 0 and not any(m.lacking for m in status.models)
 
 
 def measure(kills: int, freezes: int) -> dict[str, Any]:
-    """Strike so often; times of each strike, of the copies, and what came of the workers."""
+    """Strike so often; returns the times of each strike and of the copies, and the workers' results."""
     struck: list[tuple[str, float]] = []
     copied: list[float] = []
     directory = Path(tempfile.mkdtemp())
@@ -83,7 +83,7 @@ def measure(kills: int, freezes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the table and write it down."""
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--freezes", type=int, default=10)
@@ -96,7 +96,7 @@ def main() -> None:
     steps = statistics.median(b - a for a, b in itertools.pairwise(commits))
     rows, ends = [], [*(at for _, at in found["struck"][1:]), math.inf]
     for how in ("killed", "frozen"):
-        # the step under way may commit yet; what counts is the longest time without a commit from the strike on
+        # The step under way may still commit, so the longest time without a commit after the strike counts.
         waits = []
         for (what, at), end in zip(found["struck"], ends, strict=True):
             if what == how:

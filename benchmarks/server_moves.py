@@ -1,10 +1,10 @@
-"""Step time while a shard server is added and one is drained, against step time while nothing moves, in one job.
+"""Step time while a shard server is added, and while one is drained, against step time otherwise, in one job.
 
-Two workers and two shard servers on this machine, a 17M-parameter residual MLP under FULL_SHARD with few rows a batch,
-so that a step is mostly what the servers do. In each round a server is added, slices move to it until the loads are
-even, and one is drained, whose slices move to the others; no step may be aborted. A phase lasts until nothing has been
-copied for two seconds. Everything shares the cores of this machine; what a new server takes of them to start, which is
-a second of one, is not counted.
+Two workers and two shard servers run on this machine, with a 17M-parameter residual MLP under FULL_SHARD. A batch has
+few rows, so that a step is mostly the servers' work. In each round a server is added, and slices move to it until the
+loads are even. Then one is drained, whose slices move to the others. No step may be aborted. A phase lasts until
+nothing has been copied for two seconds. All processes share the cores of this machine. The start of a new server, a
+second of one core, is not counted.
 
     python benchmarks/server_moves.py [--rounds 3] [--replication 1 2] [--quick]
 """
@@ -30,12 +30,12 @@ LIMIT_S = 120.0
 
 
 def train(directory: Path) -> dict[str, Any]:
-    """One worker; see `steady_job.train`."""
+    """Run one worker; see `steady_job.train`."""
     return steady_job.train(directory, lambda: ResidualMLP(WIDTH, BLOCKS), Block, (TOKENS, WIDTH))
 
 
 def copied(cluster: LocalCluster) -> float:
-    """Slices that servers have got so far."""
+    """Return the number of slices that servers have received so far."""
     return float(cluster.status().counters.get("slices_copied", 0.0))
 
 
@@ -51,7 +51,7 @@ def settle(cluster: LocalCluster, servers: int) -> None:
 
 
 def measure(replication: int, rounds: int) -> list[dict[str, Any]]:
-    """The phases of a job, and what its steps took in each."""
+    """Run the phases of a job; returns a row for each."""
     phases: list[tuple[str, float, float, float]] = []
     directory = Path(tempfile.mkdtemp())
     with LocalCluster(shards=2, world_size=2, replication=replication) as cluster:
@@ -87,7 +87,7 @@ def measure(replication: int, rounds: int) -> list[dict[str, Any]]:
 def table(
     replication: int, phases: list[tuple[str, float, float, float]], commits: list[float]
 ) -> list[dict[str, Any]]:
-    """A row a phase: all rounds together."""
+    """Return a row for each phase, with all rounds together."""
     rows: list[dict[str, Any]] = []
     for name in ("nothing moves", "added", "three servers", "drained"):
         times = [
@@ -114,7 +114,7 @@ def table(
 
 
 def main() -> None:
-    """Print the table and write it down."""
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--replication", type=int, nargs="+", default=[1, 2])

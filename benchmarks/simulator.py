@@ -1,15 +1,17 @@
-"""What `axon-ps simulate` says of a step, against steps that were measured here.
+"""Step times of `axon-ps simulate` against steps that are measured here.
 
-Every configuration is run as in whole_step.py, on hosts made of network namespaces, with an emulated accelerator so
-that this machine's cores are free for what workers and servers do beside; those over a long line as in distance.py. The
-simulator gets what a user would write down: model, strategy, hosts, rates, and how long forward and backward take alone
-(measured with as many workers at a time). What axon_ps itself costs it has from `axon-ps doctor --measure`, run first.
-Its two constants (`RECEIVED`, `FAR`) were fitted to every second configuration, those that are marked; the others are
-held out. "error" is the simulated time over the measured one, less 1.
+Every configuration runs as in whole_step.py, on hosts made of network namespaces. The accelerator is emulated, so that
+this machine's cores are free for the other work of workers and servers. Configurations over a long line run as in
+distance.py. The simulator gets a user's description: model, strategy, hosts, rates, and the time of forward and
+backward alone (measured with as many workers at a time). The costs of axon_ps come from `axon-ps doctor --measure`, run
+first.
+
+Its two constants (`RECEIVED`, `FAR`) were fitted to every second configuration; these rows are marked, and the others
+are held out. "error" is the simulated time over the measured one, less 1.
 
     python benchmarks/simulator.py [--profile FILE] [--only WORDS]
 
-Needs root.
+It needs root.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from netns import Network
 CORES = len(os.sched_getaffinity(0))
 ROOT_NUMEL_BY_WIDTH = 64  # the classifier of step_worker.py
 RTT_MS = 0.15
-"""Between two namespaces of this machine."""
+"""Round trip between two namespaces of this machine, in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Case:
         return ", ".join([*words, f"{self.device_s:g} s"])
 
     def scenario(self, compute_s: float) -> Scenario:
-        """As a user would write it down."""
+        """Return the scenario that a user would write."""
         return Scenario.of(
             {
                 "model": {
@@ -138,7 +140,7 @@ CASES = (
 
 
 def measured(case: Case, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of forward and backward alone, and of a step."""
+    """Measure the seconds of forward and backward alone, and of a step."""
     shape = argparse.Namespace(
         **vars(case)
         | {"clip": float(case.clip), "tokens": 16, "steps": options.steps, "warmup": 10 if case.rtt_ms else 3}
@@ -160,7 +162,7 @@ def measured(case: Case, options: argparse.Namespace) -> dict[str, float]:
 
 
 def alone_s(case: Case, shape: argparse.Namespace) -> float:
-    """Forward and backward without communication, as slow as the slowest of so many workers at a time."""
+    """Return the seconds of forward and backward without communication: the slowest of so many workers at a time."""
     command = [*overlap.WORKER, "compute", *whole_step.shape(shape), "--dtype", case.dtype]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(case.workers)]
@@ -168,7 +170,7 @@ def alone_s(case: Case, shape: argparse.Namespace) -> float:
 
 
 def rows(options: argparse.Namespace, profile: Profile) -> Iterator[dict[str, Any]]:
-    """Every configuration: what was measured and what is said."""
+    """Yield a row for every configuration: measured and simulated times."""
     for number, case in enumerate(CASES):
         if options.only not in str(case):
             continue
@@ -186,7 +188,7 @@ def rows(options: argparse.Namespace, profile: Profile) -> Iterator[dict[str, An
 
 
 def renewed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the record, those that were found in place of theirs."""
+    """Return the rows of the record, with those found now in place of the old ones."""
     record = json.loads((_report.RESULTS / "simulator.json").read_text(encoding="utf-8"))["rows"]
     anew = {row["case"]: row for row in found}
     return [anew.get(row["case"], row) for row in record]

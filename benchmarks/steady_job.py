@@ -1,4 +1,4 @@
-"""A job that trains until it is told to end, for benchmarks of what is done to it meanwhile."""
+"""A job that trains until it is told to end, for benchmarks that disturb it meanwhile."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STOP = "stop"
 def train(
     directory: Path, build: Callable[[], nn.Module], unit: type[nn.Module], batch: tuple[int, int]
 ) -> dict[str, Any]:
-    """One worker, under FULL_SHARD; when steps committed (monotonic clock), and how many did not.
+    """Run one worker, under FULL_SHARD; returns the times of commits (monotonic clock), and the count of aborted steps.
 
     Args:
-        directory: where the file `STOP` will say after which version to end.
+        directory: directory of the file `STOP`, which will contain the version after which to end.
         build: makes the model.
-        unit: its modules of this class are the units.
+        unit: the model's modules of this class are the units.
         batch: rows and columns of a batch.
     """
     torch.set_num_threads(1)
@@ -51,10 +51,10 @@ def train(
 
 
 def finish(cluster: LocalCluster, workers: Sequence[WorkerProcess], directory: Path) -> list[dict[str, Any]]:
-    """Have the workers end some steps later; returns what came of each.
+    """Let the workers end some steps later; returns the result of each.
 
     Raises:
-        RuntimeError: one failed.
+        RuntimeError: a worker failed.
     """
     (directory / "new").write_text(str(cluster.status().version + 10))
     (directory / "new").rename(directory / STOP)

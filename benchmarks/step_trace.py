@@ -1,9 +1,9 @@
-"""What a worker waits for, and what runs meanwhile: spans of its transfers and of its own blocking, by step.
+"""Trace of a worker's step: spans of its transfers and of its own blocking.
 
-A transfer's span is from when it is asked for to when it is done, so it may wait for its turn in it. The worker's own
-thread is *blocked* while it waits for a transfer or for the decision on a step; the rest of a step it computes. The
-time of a step in which some transfer is under way is its *communication*, and the share of that in which the thread is
-not blocked is *hidden* behind compute.
+A transfer's span is from its request to its end, so it may include waiting for its order. The worker's own thread is
+*blocked* while it waits for a transfer or for the decision on a step; the rest of a step it computes. The time of a
+step in which some transfer is under way is its *communication*. The part of that in which the thread is not blocked is
+*hidden* behind compute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = {"gathering": "gather", "pushing": "push"}
 
 
 class Trace:
-    """Spans of this process from when it is made. There is one of them, made before the model."""
+    """Spans of this process since the object was made. A process has one, made before the model."""
 
     def __init__(self) -> None:
         self.transfers: list[tuple[str, float, float]] = []
@@ -35,7 +35,7 @@ class Trace:
         self._watch_transfers()
         self._watch_waiting(Work, "wait", lambda work: KINDS.get(work.what.split()[0], "other"))
         self._watch_waiting(JobView, "wait_until", lambda _: "decision")
-        self._watch_waiting(BufferPool, "wait_for_capacity", lambda _: "push")  # of what earlier pushes take
+        self._watch_waiting(BufferPool, "wait_for_capacity", lambda _: "push")  # for capacity that earlier pushes use
 
     def _watch_transfers(self) -> None:
         begin = LoopWork.__init__
@@ -63,11 +63,11 @@ class Trace:
         setattr(of, method, watched)
 
     def step(self, begin_s: float, end_s: float) -> None:
-        """A step was from here to there."""
+        """Note the begin and the end of a step."""
         self.steps.append((begin_s, end_s))
 
     def summary(self) -> dict[str, float]:
-        """Seconds per step: communication, the share of it that is hidden, and what the thread was blocked by."""
+        """Return seconds per step: communication, the part of it that is hidden, and the causes of blocking."""
         transfers = union([(b, e) for what, b, e in self.transfers if what.split()[0] in KINDS])
         blocked = union([(b, e) for _, b, e in self.blocked])
         by_kind: dict[str, list[Span]] = defaultdict(list)
@@ -87,7 +87,7 @@ class Trace:
         }
 
     def write(self, path: Path) -> None:
-        """The spans, for chrome://tracing or ui.perfetto.dev."""
+        """Write the spans, for chrome://tracing or ui.perfetto.dev."""
         rows = [("thread", kind, b, e) for kind, b, e in self.blocked]
         rows += [("transfers", what, b, e) for what, b, e in self.transfers]
         rows += [("steps", "step", b, e) for b, e in self.steps]
@@ -99,7 +99,7 @@ class Trace:
 
 
 def union(spans: Sequence[Span]) -> list[Span]:
-    """The same times as spans that do not touch, in order."""
+    """Return the same times as spans that do not touch, in order."""
     result: list[Span] = []
     for begin, end in sorted(spans):
         if result and begin <= result[-1][1]:
@@ -110,10 +110,10 @@ def union(spans: Sequence[Span]) -> list[Span]:
 
 
 def intersection(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
-    """Times that are in both; each must be a union."""
+    """Return the times that are in both; each must be a union."""
     return [(max(x, u), min(y, v)) for x, y in a for u, v in b if max(x, u) < min(y, v)]
 
 
 def overlap(a: Sequence[Span], b: Sequence[Span]) -> float:
-    """Seconds that are in both; each must be a union."""
+    """Return the seconds that are in both; each must be a union."""
     return sum(e - s for s, e in intersection(a, b))

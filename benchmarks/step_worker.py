@@ -1,7 +1,7 @@
 """One worker of the whole-step benchmark: the same model and loop over FSDP2 with gloo, or over axon_ps.
 
-Started by whole_step.py. Rank 0 prints READY before the timed steps and DONE after them, and waits for a line on its
-standard input each time, so that the parent reads every card's and process's counters while nobody works. The last
+It is started by whole_step.py. Rank 0 prints READY before the timed steps and DONE after them, and waits for a line on
+its standard input each time, so that the parent reads the counters of cards and processes while no rank works. The last
 line of every rank is its result as JSON.
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 CLASSES = 64
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard")
 Batches = Iterator[tuple[Tensor, Tensor, bool]]
-"""Micro-batches of a step: input, target, whether it is the last."""
+"""Micro-batches of a step: input, target, and whether it is the last."""
 Step = Callable[[Batches], Tensor]
 
 
@@ -38,7 +38,7 @@ class Device(torch.autograd.Function):
     """An emulated accelerator: the thread waits, using no processor, in forward and twice as long in backward."""
 
     length: ClassVar[float] = 1.0
-    """Of this micro-batch's sequences, where the mean is 1: its time is in proportion to it."""
+    """Length of this micro-batch's sequences, with a mean of 1: the accelerator's time is proportional to it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -53,7 +53,7 @@ class Device(torch.autograd.Function):
 
 
 def go_first() -> None:
-    """Put this thread before all others of the machine, where we may: beside an accelerator it needs little."""
+    """Give this thread priority over all others of the machine, if permitted: beside an accelerator it needs little."""
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)
 
@@ -87,7 +87,7 @@ class ResidualMLP(nn.Module):
 
 @dataclass(frozen=True)
 class Side:
-    """What one system gives the loop."""
+    """The interface of a system to the loop."""
 
     rank: int
     world_size: int
@@ -95,12 +95,12 @@ class Side:
     barrier: Callable[[], None]
     close: Callable[[], None]
     trace: Any = None  # a step_trace.Trace, on the side axon if asked for
-    leased_bytes: Callable[[], float] = lambda: 0.0  # payload that has passed in shared memory so far
-    digest: Callable[[], str] = lambda: ""  # of the bits of all parameters, f32; on the side axon
+    leased_bytes: Callable[[], float] = lambda: 0.0  # payload passed in shared memory so far
+    digest: Callable[[], str] = lambda: ""  # digest of the bits of all parameters, f32; on the side axon
 
 
 def fsdp2(options: argparse.Namespace) -> Side:
-    """PyTorch's fully_shard over gloo, AdamW fused on the sharded parameters."""
+    """Make the side of PyTorch's fully_shard over gloo, with AdamW fused on the sharded parameters."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -135,7 +135,7 @@ def fsdp2(options: argparse.Namespace) -> Side:
 
 
 def axon(options: argparse.Namespace) -> Side:
-    """axon_ps: the same model, loss and optimizer; state on the shard servers."""
+    """Make the side of axon_ps: the same model, loss and optimizer; state on the shard servers."""
     import axon_ps
     from axon_ps.parallel import AdamW, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
@@ -198,7 +198,7 @@ def void(_: Any) -> None:
 
 
 def ask(side: Side, word: str) -> None:
-    """Everybody stops; the parent is told `word` and says when to go on."""
+    """Stop all ranks, print `word` for the parent, and wait until it answers."""
     side.barrier()
     if side.rank == 0:
         print(word, flush=True)
@@ -207,7 +207,10 @@ def ask(side: Side, word: str) -> None:
 
 
 def lengths_of(rank: int, step: int, options: argparse.Namespace) -> list[float]:
-    """The lengths of a rank's sequences in a step, one a micro-batch: log-uniform over `spread`, with a mean of 1."""
+    """Return the lengths of a rank's sequences in a step, one for each micro-batch.
+
+    They are log-uniform over `spread`, with a mean of 1.
+    """
     if options.spread == 1.0:
         return [1.0] * options.micro
     mean = (options.spread - 1.0) / math.log(options.spread)
@@ -216,7 +219,7 @@ def lengths_of(rank: int, step: int, options: argparse.Namespace) -> list[float]
 
 
 def batches(data: torch.Generator, lengths: list[float], options: argparse.Namespace) -> Batches:
-    """The micro-batches of a step, whose sequences have these lengths for the emulated accelerator."""
+    """Yield the micro-batches of a step, whose sequences have these lengths for the emulated accelerator."""
     for number, length in enumerate(lengths, 1):
         Device.length = length
         x = torch.randn(options.tokens, options.width, generator=data)
@@ -263,7 +266,7 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compute_only(options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of this process's forward and backward alone, nothing else running in the loop; and the model's size."""
+    """Return the seconds of this process's forward and backward alone in the loop, and the model's size."""
     model = ResidualMLP(options.width, options.blocks, options.device_s).to(getattr(torch, options.dtype))
     if options.device_s:
         go_first()
@@ -281,7 +284,7 @@ def compute_only(options: argparse.Namespace) -> dict[str, float]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line that whole_step.py writes."""
+    """Parse the command line that whole_step.py writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=("fsdp2", "axon", "compute"))
     parser.add_argument("--strategy", choices=STRATEGIES, default="full_shard")
@@ -306,13 +309,13 @@ def parse() -> argparse.Namespace:
 
 
 def begin() -> None:
-    """The same threads and the same first values everywhere."""
+    """Set the number of threads, and the seed of the first values, equally everywhere."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
 
 
 def serve(make: Callable[[argparse.Namespace], Side], options: argparse.Namespace) -> None:
-    """Make a side, run it as the parent says, and print its result."""
+    """Make a side, run it with the parent, and print its result."""
     begin()
     side = make(options)
     result = run(side, options)

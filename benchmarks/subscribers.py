@@ -1,17 +1,18 @@
-"""Subscribers of a running job: that no version they pull is torn, and what they cost the trainers.
+"""Subscribers of a running job: a check that no pulled version is torn, and their cost to the trainers.
 
-*torn*: every step adds 1 to each parameter, so that a version shows in every element of it. Four subscribers (f32 and
-bf16, with and without `changes`) pull the newest version as fast as they can and check all of it, while shard servers
-are killed at random (SIGKILL) and started again.
+*torn*: every step adds 1 to each parameter, so every element shows its version. Four subscribers (f32 and bf16, with
+and without `changes`) pull the newest version as fast as they can and check all of it, while shard servers are killed
+at random (SIGKILL) and restarted.
 
-*steps*: two workers train an MLP of 2M parameters on two shard servers; four subscribers, at a lower priority (nice
+*steps*: two workers train an MLP of 2M parameters on two shard servers. Four subscribers, at a lower priority (nice
 10), each pull a version per `RATE_S`, in phases that alternate with phases without. The ratio is that of median steps.
 
-*changes*: what is sent of consecutive versions in bf16, whole and as changes, by AdamW's learning rate.
+*changes*: the bytes sent for consecutive versions in bf16 are measured, complete and as changes, by AdamW's learning
+rate.
 
     python benchmarks/subscribers.py [--pulls 10000] [--pairs 10] [--quick] [--only torn|steps|changes] [--seed 0]
 
-Pulls are made in rounds, each with a cluster and a seed of its own; rounds of other seeds stay in the results.
+Pulls are made in rounds, each with its own cluster and seed; rounds of other seeds stay in the results.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 SUBSCRIBERS = (("f32", False), ("f32", True), ("bf16", False), ("bf16", True))
 ROUND = 1000
-"""Pulls of one cluster's life; a round is repeated by its seed."""
+"""Pulls in one cluster's life; a round is repeated by its seed."""
 
 RATE_S = 1.0
 PHASE_S = 3.0
 CHANGES, RATES = 20, (1e-3, 1e-4, 1e-5, 1e-6)
-"""Versions pulled, and learning rates of AdamW."""
+"""Number of versions pulled, and learning rates of AdamW."""
 
 WIDTH, BLOCKS = 256, 4
 ROWS, COLUMNS, UNITS = 256, 256, 4
@@ -74,7 +75,7 @@ class Rows(nn.Module):
 
 
 class Versioned(nn.Module):
-    """Its trainable parameters are its version."""
+    """A model whose trainable parameters equal its version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class Block(nn.Sequential):
 
 
 def train_versions(directory: Path) -> dict[str, Any]:
-    """One worker: steps that each add 1, until there is the file `stop`."""
+    """Run one worker, whose steps each add 1, until the file `stop` exists."""
     torch.set_num_threads(1)
     aborted = 0
     with axon_ps.World.init(timeout_s=120.0) as world:
@@ -110,7 +111,7 @@ def train_versions(directory: Path) -> dict[str, Any]:
 
 
 def train_slowly(directory: Path, lr: float) -> None:
-    """One worker of a job whose versions are compared: AdamW, in bf16 on the wire."""
+    """Run one worker of a job whose versions are compared: AdamW, in bf16 on the wire."""
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=120.0) as world:
         torch.manual_seed(0)
@@ -125,7 +126,7 @@ def train_slowly(directory: Path, lr: float) -> None:
 
 
 def train_steps(directory: Path) -> dict[str, Any]:
-    """One worker of the job whose steps are timed."""
+    """Run one worker of the job whose steps are timed."""
     return steady_job.train(directory, lambda: nn.Sequential(*(Block() for _ in range(BLOCKS))), Block, (64, WIDTH))
 
 
@@ -133,7 +134,7 @@ def train_steps(directory: Path) -> dict[str, Any]:
 
 
 def is_torn(version: int, parameters: Any, dtype: str) -> bool:
-    """Whether an element is not of the version."""
+    """Return True if an element does not have the value of the version."""
     for name, values in parameters.items():
         wanted = np.array([FROZEN if name.startswith(f"units.{UNITS}") else version], np.float32)
         if not (values == cast.encoded(wanted, DType.parse(dtype))[0]).all():
@@ -156,7 +157,7 @@ def pull_versions(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def pull_when_told(options: dict[str, Any]) -> dict[str, Any]:
-    """Pull a version per `RATE_S` while there is the file `pull`, until there is `stop`."""
+    """Pull a version per `RATE_S` while the file `pull` exists, until `stop` exists."""
     directory, pulls = Path(options["directory"]), 0
     with subscription(options) as subscribed:
         subscribed.latest()
@@ -170,7 +171,7 @@ def pull_when_told(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def subscription(options: dict[str, Any]) -> axon_ps.Subscription:
-    """A subscription with an observer's token."""
+    """Make a subscription with an observer's token."""
     return axon_ps.subscribe(
         coordinator=options["coordinator"],
         job=options["job"],
@@ -183,7 +184,7 @@ def subscription(options: dict[str, Any]) -> axon_ps.Subscription:
 
 @contextmanager
 def subscribers(cluster: LocalCluster, directory: Path, what: str, pulls: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """The four subscribers, as processes of a lower priority."""
+    """Start the four subscribers, as processes of a lower priority."""
     processes = []
     for dtype, changes in SUBSCRIBERS:
         options = {
@@ -207,10 +208,10 @@ def subscribers(cluster: LocalCluster, directory: Path, what: str, pulls: int) -
 
 
 def results_of(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """What each printed.
+    """Return the results that the processes printed.
 
     Raises:
-        RuntimeError: one failed.
+        RuntimeError: a process failed.
     """
     found = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
@@ -218,17 +219,17 @@ def results_of(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any
     return [json.loads(text.splitlines()[-1]) for text in found]
 
 
-# ---------------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------------- measurements
 
 
 def settled(cluster: LocalCluster, servers: int) -> bool:
-    """Whether all servers are there and every slice has its copies."""
+    """Return True if all servers are members and every slice has its copies."""
     status = cluster.status()
     return len(status.membership.shards) == servers and status.version > 0 and not any(m.lacking for m in status.models)
 
 
 def until(true: Any) -> None:
-    """Wait for what other processes do."""
+    """Wait for a condition on other processes."""
     deadline = time.monotonic() + 90.0
     while not true():
         if time.monotonic() > deadline:
@@ -237,7 +238,7 @@ def until(true: Any) -> None:
 
 
 def measure_torn(pulls: int, seed: int) -> dict[str, Any]:
-    """Kill servers at random while four subscribers pull; what came of each."""
+    """Kill servers at random while four subscribers pull; returns the results of all."""
     directory, order, kills, servers = Path(tempfile.mkdtemp()), random.Random(seed), 0, 3
     with LocalCluster(shards=servers, world_size=1, replication=2, lease_s=1.0) as cluster:
         workers = cluster.start_workers(train_versions, args=(directory,))
@@ -276,7 +277,7 @@ def measure_torn(pulls: int, seed: int) -> dict[str, Any]:
 
 
 def measure_steps(pairs: int) -> dict[str, Any]:
-    """Median steps with and without subscribers, phase by phase; and what the servers encoded for them."""
+    """Measure median steps with and without subscribers, by phase, and the servers' encodings for them."""
     directory = Path(tempfile.mkdtemp())
     phases: list[tuple[bool, float, float]] = []
     with LocalCluster(shards=2, world_size=2) as cluster:
@@ -285,7 +286,7 @@ def measure_steps(pairs: int) -> dict[str, Any]:
         with subscribers(cluster, directory, "when_told", 0) as processes:
             time.sleep(5.0)
             for number in range(2 * pairs):
-                pulling = number % 2 == (number // 2) % 2  # a b b a: what drifts meets both
+                pulling = number % 2 == (number // 2) % 2  # a b b a: a drift affects both kinds equally
                 if pulling:
                     (directory / "pull").touch()
                 else:
@@ -315,7 +316,7 @@ def measure_steps(pairs: int) -> dict[str, Any]:
 
 
 def measure_changes(lr: float) -> dict[str, Any]:
-    """Bytes and time of a pull, whole and as changes, one version after the other."""
+    """Measure bytes and time of a pull, complete and as changes, one version after the other."""
     directory = Path(tempfile.mkdtemp())
     row: dict[str, Any] = {"what": "changes", "lr": lr}
     with LocalCluster(shards=2, world_size=1) as cluster:
@@ -342,7 +343,7 @@ def measure_changes(lr: float) -> dict[str, Any]:
 
 
 def statistics_of(cluster: LocalCluster) -> list[dict[str, float]]:
-    """The counters of every shard server, with the observer's token."""
+    """Return the counters of every shard server, with the observer's token."""
 
     async def ask(address: str) -> dict[str, float]:
         channel = connect(address, Security())
@@ -357,19 +358,19 @@ def statistics_of(cluster: LocalCluster) -> list[dict[str, float]]:
 
 
 def phase_median(commits: Sequence[float], begin: float, end: float) -> float:
-    """The median step in a phase."""
+    """Return the median step in a phase."""
     inside = [t for t in commits if begin <= t < end]
     return statistics.median(b - a for a, b in itertools.pairwise(inside))
 
 
 def mean_step(commits: Sequence[float], phases: Sequence[tuple[bool, float, float]], pulling: bool) -> float:
-    """The mean step over all phases of a kind."""
+    """Return the mean step over all phases of a kind."""
     counts = [sum(begin <= t < end for t in commits) for p, begin, end in phases if p is pulling]
     return PHASE_S * len(counts) / sum(counts)
 
 
 def main() -> None:
-    """Print the tables and write them down."""
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pulls", type=int, default=10000)
     parser.add_argument("--pairs", type=int, default=10)

@@ -1,13 +1,13 @@
-"""What mutual TLS costs: processor time per byte of the data plane, over plaintext, in turns on the same machine.
+"""Cost of mutual TLS: processor time per byte of the data plane, over plaintext, alternating on the same machine.
 
-One worker and one shard server, by gRPC: between two hosts (network namespaces with a card each, `netns.py`), as the
-acceptance has it, and on loopback, where a byte of plaintext costs the kernel least. The same once more with mutual TLS
-by the job's own authority. Each round gathers and pushes one unit; processor time is that of both processes, in user
-mode and in the kernel. Medians over the rounds, and the median of each round's ratio.
+One worker and one shard server transfer by gRPC in two places: between two hosts (network namespaces with a card each,
+`netns.py`), as in the acceptance, and on loopback, where plaintext costs the kernel least. The same runs again with
+mutual TLS by the job's own authority. Each round gathers and pushes one unit. Processor time is that of both processes,
+in user mode and in the kernel. Reported are medians over the rounds, and the median of the rounds' ratios.
 
-Beside them, in the same turns, raw streams of gRPC (raw_stream.py), which know nothing of axon_ps: what TLS adds to
-them it must add to us, who send the same bytes through the same library. ReduceScatter is a push and the gather that
-follows the update, so two bytes travel for each of its own.
+Raw streams of gRPC without axon_ps (raw_stream.py) alternate with them. axon_ps sends the same bytes through the same
+library, so TLS must add the same cost to it. ReduceScatter is a push and the gather after the update, so two bytes are
+sent for each of its own.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from netns import Network, stop
 
 HERE = Path(__file__).parent
 BOUND = 1.25
-"""The most that mutual TLS may cost, of plaintext, between hosts."""
+"""The most that mutual TLS may cost between hosts, over plaintext."""
 
 Took = dict[str, tuple[float, float]]
-"""By call, CPU seconds and seconds."""
+"""CPU seconds and seconds, by call."""
 
 
 class Used:
-    """CPU seconds of a worker and its server while the worker does something."""
+    """Measures CPU seconds of a worker and its server during the worker's calls."""
 
     def __init__(self, worker: Ours, server_pid: int) -> None:
         self._worker, self._server_pid = worker, server_pid
 
     def round(self) -> Took:
-        """Gather and push: by name, CPU seconds and seconds."""
+        """Gather and push; returns CPU seconds and seconds, by call."""
         return {"AllGather": self._used(self._worker.gather), "ReduceScatter": self._used(self._worker.push)}
 
     def _used(self, action: Callable[[], float]) -> tuple[float, float]:
@@ -71,7 +71,7 @@ class Used:
 
 @contextmanager
 def on_loopback(numel: int, dtype: DType, *, tls: bool) -> Iterator[Callable[[], Took]]:
-    """A cluster, and this process as its worker."""
+    """Start a cluster, with this process as its worker; yields a function that runs a round."""
     with LocalCluster(shards=1, world_size=1, security=Security(tls=tls)) as cluster:
         world = World.init(replace(worker_config(cluster.env(0)), direct_memory=False))
         try:
@@ -82,7 +82,7 @@ def on_loopback(numel: int, dtype: DType, *, tls: bool) -> Iterator[Callable[[],
 
 @contextmanager
 def between_hosts(network: Network, numel: int, dtype: DType, *, tls: bool) -> Iterator[Callable[[], Took]]:
-    """Services on one host, and a worker on another that does a round for every line."""
+    """Start services on one host, and a worker on another that runs a round for every line; yields such a function."""
     port, secret = free_ports(), {**os.environ, "AXON_PS_TOKEN": new_secret()}
     address, insecure = f"{network.address('server')}:{port}", [] if tls else ["--insecure"]
     command = [sys.executable, "-P", "-m", "axon_ps.cli.main"]
@@ -115,7 +115,7 @@ def between_hosts(network: Network, numel: int, dtype: DType, *, tls: bool) -> I
 
 
 def work(options: argparse.Namespace) -> None:
-    """Be the worker: a round for every line of standard input."""
+    """Run the worker: a round for every line of standard input."""
     env = {**os.environ, "AXON_PS_COORDINATOR": options.worker, "RANK": "0", "WORLD_SIZE": "1"}
     with World.init(replace(worker_config(env), direct_memory=False)) as world:
         used = Used(Ours(world, options.numel, DType.parse(options.dtype)), options.server_pid)
@@ -125,7 +125,7 @@ def work(options: argparse.Namespace) -> None:
 
 @contextmanager
 def raw(network: Network | None, directory: Path, total_bytes: int, *, tls: bool) -> Iterator[Callable[[], Took]]:
-    """A raw server and its client: on hosts of their own, or on loopback."""
+    """Start a raw server and its client, on two hosts or on loopback; yields a function that runs a round."""
     host = network.address("server") if network else "127.0.0.1"
     sizes = ["--total-bytes", str(total_bytes), "--chunk-bytes", str(DEFAULT_CHUNK_NUMEL * 4)]
     command = [sys.executable, str(HERE / "raw_stream.py"), *sizes, "--retain-message-memory"]
@@ -160,7 +160,7 @@ def raw(network: Network | None, directory: Path, total_bytes: int, *, tls: bool
 
 
 def make_certificate(directory: Path, host: str) -> None:
-    """A key and a certificate of its own, for an address."""
+    """Make a key and a self-signed certificate for an address."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "raw")])
     certificate = (
@@ -178,7 +178,7 @@ def make_certificate(directory: Path, host: str) -> None:
 def rounds_of(
     ways: dict[str, list[Callable[[], Took]]], rounds: int
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """By way, by call, what each round took, in turns; the first warms up."""
+    """Return what each round took, by way and by call; the ways alternate, and the first round warms up."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {way: {} for way in ways}
     for number in range(-1, rounds):
         for way, all_of in ways.items():
@@ -189,7 +189,7 @@ def rounds_of(
 
 
 def measure(where: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of one place."""
+    """Return the rows of one place."""
     dtype, total_bytes = DType.parse(options.dtype), options.mib * MIB
     numel = total_bytes // dtype.itemsize
     with ExitStack() as stack:

@@ -1,14 +1,18 @@
 """Sequences of unequal lengths: FULL_SHARD against FSDP2 over gloo, with emulated accelerators.
 
-Four workers and four shard servers on hosts of their own, whose cards carry 1 Gbit/s. A step has several micro-batches,
-gradients are sent with the last one on both sides, and an accelerator takes as long for a micro-batch as its sequences
-are long: all the same, or log-uniform over a range of 20 times, as lengths in long-context data are (the same numbers
-for all sides). FSDP2's workers wait for each other at every unit of every micro-batch; ours in the vote at the end.
-"own" is what the slowest worker's accelerator takes in the step, "over own" the step over that, in the mean of all
-steps, "times_equal" how many times more the sequences a second are over FSDP2's than where all are equally long. The
-side axon-waits has shard servers without memory for gradients that come before their turn. At the end ours runs some
-more times, each time with lengths drawn anew for the same batches, so that gradients arrive in another order: the
-parameters must have the same bits.
+Four workers and four shard servers have a host each, whose cards carry 1 Gbit/s. A step has several micro-batches, and
+both sides send gradients with the last one. An accelerator's time for a micro-batch is proportional to the length of
+its sequences. Lengths are either all equal, or log-uniform over a range of 20 times, as in long-context data (the same
+numbers for all sides). FSDP2's workers wait for each other at every unit of every micro-batch, axon_ps's workers only
+in the vote at the end. The columns are:
+
+    own            what the slowest worker's accelerator takes in the step
+    over own       the step over "own", the mean of all steps
+    times_equal    the ratio of sequences a second to FSDP2's, over the same ratio with equal lengths
+
+The side axon-waits has shard servers without memory for early gradients. At the end axon_ps runs some more times, with
+lengths drawn anew for the same batches, so that gradients arrive in another order: the parameters must have the same
+bits.
 """
 
 from __future__ import annotations
@@ -29,13 +33,13 @@ SIDES = {
     "axon": (["axon"], 1, []),
     "axon-waits": (["axon"], 1, ["--queue-memory", "0"]),
 }
-"""Per side, what step_worker.py is told, copies of each slice, and options of the shard servers."""
+"""By side, the arguments of step_worker.py, the copies of each slice, and options of the shard servers."""
 
 COLUMNS = ("lengths", "side", "step_s", "own_s", "over_own", "sequences_s", "times_fsdp2", "times_equal")
 
 
 def row(lengths: str, side: str, figures: Figures, sequences: int, peer: Figures) -> dict[str, Any]:
-    """One line of the table."""
+    """Return a line of the table."""
     step_s, own_s = statistics.mean(figures.times_s), statistics.mean(figures.slowest_s)
     return {
         "lengths": lengths,
@@ -52,7 +56,7 @@ def row(lengths: str, side: str, figures: Figures, sequences: int, peer: Figures
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--spread", type=float, default=20.0, help="the longest sequence over the shortest one")
@@ -71,7 +75,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run both kinds of lengths, sides in turns."""
+    """Run both kinds of lengths; sides alternate."""
     options = parse()
     team, rows = Team.of(4), []
     arguments = [

@@ -1,20 +1,29 @@
 """Step time of a 17M-parameter residual MLP: axon_ps against FSDP2 over gloo, the same torch model on both sides.
 
-Places: loopback, where processes share memory; sockets, which is loopback as for processes that do not, such as
-containers of one host; four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards carry
-500 Mbit/s or 1 Gbit/s each way; and own-500 and own-1000, four hosts in all, each with a worker and a shard server that
-pass each other shared memory, and one card for both. The coordinator is on the first host with a shard server, and
-moves next to nothing. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that does
-not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. The sides axon-int8 and axon-int4
-compute in the same dtype, and what travels is int8 blocks with error feedback, or int4 blocks, of parameters the
-differences; the sides axon-kept have CPUOffload.PARAMS: what is gathered stays in host memory, so that backward gathers
-nothing. A trace of rank 0 says what ours waits for. Runs of the sides take turns. A step's time is the median over
-the timed steps of all rounds; CPU seconds are of all processes of a side, workers and servers, and for a GB of what was
-moved those without the workers' forward and backward alone; bytes are what one card received and sent per step,
-workers' and servers' cards apart. theory.py says what a worker's card has to carry; less would mean that processes of
-two hosts took each other for neighbours, so the run fails. "uneven" is the busiest of these cards over the idlest, and
-"leased" what a worker passed servers of its host in memory. With --one-host everything is on this machine, and there is
-one shard server, whose memory workers map.
+The places are:
+
+    loopback             processes of this machine that share memory
+    sockets              loopback for processes without shared memory, such as containers of one host
+    500, 1000            four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards carry
+                         500 Mbit/s or 1 Gbit/s each way
+    own-500, own-1000    four hosts in all, each with a worker and a shard server, which share memory and a card
+
+The coordinator is on the first host with a shard server, and sends almost nothing. FULL_SHARD is compared with FSDP2
+that reshards after forward, SHARD_GRAD_OP with FSDP2 that does not. Both sides use f32, then both use bf16 (parameters,
+compute and gradients). The sides axon-int8 and axon-int4 compute in the same dtype, and send int8 blocks with error
+feedback, or int4 blocks, which for parameters are differences. The sides axon-kept have CPUOffload.PARAMS: gathered
+parameters stay in host memory, so that backward gathers nothing. Runs of the sides alternate.
+
+- A step's time is the median over the timed steps of all rounds. A trace of rank 0 shows where axon_ps waits.
+- CPU seconds are those of all processes of a side, workers and servers. Those for a GB of moved bytes are without the
+  workers' forward and backward alone.
+- Bytes are those that one card received and sent per step, with workers' and servers' cards apart. theory.py has the
+  least that a worker's card has to carry. If it carried less, processes of two hosts would have taken each other for
+  neighbours, so the run fails.
+- "uneven" is the busiest of these cards over the idlest.
+- "leased" is what a worker passed to servers of its host in memory.
+
+With --one-host everything is on this machine, and there is one shard server, whose memory workers map.
 """
 
 from __future__ import annotations
@@ -54,11 +63,11 @@ SIDES = {
     "axon-int4": ["axon", "--wire", "int4"],
     "axon-int4-r2": ["axon", "--wire", "int4"],
 }
-"""Per side, what step_worker.py is told. Of sides that end with -r2 two shard servers hold each slice, else one."""
+"""By side, the arguments of step_worker.py. Sides that end with -r2 have two copies of each slice, the others one."""
 ONE_MACHINE = {"loopback": Loopback, "sockets": Sockets}
-"""Places that are this machine as it is."""
+"""Places that are this machine itself."""
 OWN = "own-"
-"""What a place begins with where each worker's host has a shard server, behind the same card."""
+"""First part of the names of places with a shard server on each worker's host, behind the same card."""
 BYTES = {"float32": 4.0, "bfloat16": 2.0}
 LEAST_OF_THEORY = 0.98
 
@@ -69,7 +78,7 @@ MIB = 1 << 20
 
 @dataclass
 class Sample:
-    """What a side's processes and cards had used at one moment."""
+    """The resources that a side's processes and cards had used at one moment."""
 
     cpu_s: float
     cards: dict[str, tuple[int, int]]
@@ -80,18 +89,18 @@ class Sample:
         return cls(sum(cpu_s(p.pid) for p in processes), {host: place.counters(host) for host in hosts})
 
     def each_per_step(self, before: Sample, steps: int, hosts: Sequence[str]) -> list[tuple[float, float]]:
-        """MiB that the card of each of `hosts` received and sent per step since `before`."""
+        """Return the MiB that the card of each of `hosts` received and sent per step since `before`."""
         mib = steps * MIB
         pairs = ((self.cards[host], before.cards[host]) for host in hosts)
         return [((now[0] - then[0]) / mib, (now[1] - then[1]) / mib) for now, then in pairs]
 
     def per_step(self, before: Sample, steps: int, hosts: Sequence[str]) -> tuple[float, float]:
-        """MiB that the mean card of `hosts` received and sent per step since `before`."""
+        """Return the MiB that the mean card of `hosts` received and sent per step since `before`."""
         return mean_card(self.each_per_step(before, steps, hosts))
 
 
 def mean_card(cards: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """What the mean card received and sent."""
+    """Return the mean of the cards' received and sent amounts."""
     return statistics.mean(card[0] for card in cards), statistics.mean(card[1] for card in cards)
 
 
@@ -118,24 +127,24 @@ class Figures:
 
     @property
     def worker_mib(self) -> tuple[float, float]:
-        """What the mean card of a worker's host received and sent."""
+        """MiB that the mean card of a worker's host received and sent."""
         return mean_card(self.workers_mib)
 
     @property
     def uneven(self) -> float:
-        """What the busiest worker's card carried over what the idlest did, in the less even direction."""
+        """MiB of the busiest worker's card over those of the idlest, in the less even direction."""
         directions = ([card[way] for card in self.workers_mib] for way in (0, 1))
         return max(max(mib) / min(mib) for mib in directions)
 
 
 @dataclass(frozen=True)
 class Team:
-    """The workers of a run, and the shard servers of those sides that have some.
+    """The workers of a run, and its shard servers, if its side has some.
 
     Attributes:
         hosts: names of their hosts.
-        per_host: how many are on each.
-        servers: names of the shard servers' hosts, one each; `hosts` where they are the workers'.
+        per_host: number of workers on each host.
+        servers: names of the shard servers' hosts, one each; `hosts` if they are on the workers' hosts.
     """
 
     hosts: tuple[str, ...]
@@ -144,28 +153,28 @@ class Team:
 
     @classmethod
     def of(cls, workers: int, per_host: int = 1, servers: int | None = 4) -> Team:
-        """`workers` and `servers` in all; None: a server on each worker's host."""
+        """Make a team of `workers` and `servers` in all; None: a server on each worker's host."""
         hosts = tuple(f"worker{i}" for i in range(workers // per_host))
         return cls(hosts, per_host, hosts if servers is None else tuple(server_hosts(servers)))
 
     @property
     def own_servers(self) -> bool:
-        """Whether shard servers are on the workers' hosts."""
+        """True if shard servers are on the workers' hosts."""
         return self.servers == self.hosts
 
     @property
     def all_hosts(self) -> tuple[str, ...]:
-        """Every host, once."""
+        """Names of all hosts, each once."""
         return tuple(dict.fromkeys((*self.hosts, *self.servers)))
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of workers."""
         return len(self.hosts) * self.per_host
 
 
 def server_hosts(servers: int = 4) -> list[str]:
-    """Names of the shard servers' hosts; the coordinator lives on the first."""
+    """Return the names of the shard servers' hosts; the coordinator is on the first."""
     return [f"server{i}" for i in range(servers)]
 
 
@@ -213,7 +222,7 @@ def one_run(
 ) -> None:
     """Run one side's worker command for the whole team once, with a cluster unless `replication` is 0.
 
-    The timed steps run in a context, that `around` makes of the workers' and the servers' process ids.
+    The timed steps run in a context that `around` makes of the workers' and the servers' process ids.
     """
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -269,14 +278,14 @@ def measure(
     into.cpu_s.append((after.cpu_s - before.cpu_s) / steps)
     into.workers_mib = after.each_per_step(before, steps, team.hosts)
     into.leased_mib = statistics.mean(result["leased_bytes"] for result in results) / MIB
-    senders = hosts[:1] if isinstance(place, Loopback) else hosts  # which has one device, for all
+    senders = hosts[:1] if isinstance(place, Loopback) else hosts  # loopback has one device for all hosts
     into.moved_mib = sum(after.cards[h][1] - before.cards[h][1] for h in senders) / steps / MIB
     if not team.own_servers:
         into.server_mib = after.per_step(before, steps, [host for host in team.servers if host in place.hosts])
 
 
 def one_alone(dtype: str, options: argparse.Namespace) -> tuple[float, Sizes]:
-    """Seconds of forward and backward of one worker alone; and its model."""
+    """Return the seconds of forward and backward of one worker alone, and the sizes of its model."""
     command = [sys.executable, str(HERE / "step_worker.py"), "compute", *shape(options), "--dtype", dtype]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -286,7 +295,7 @@ def one_alone(dtype: str, options: argparse.Namespace) -> tuple[float, Sizes]:
 
 
 def shape(options: argparse.Namespace) -> list[str]:
-    """The arguments that fix the model and its batch."""
+    """Return the arguments that fix the model and its batch."""
     return [
         *("--device-s", str(getattr(options, "device_s", 0.0))),
         *("--width", str(options.width), "--blocks", str(options.blocks), "--tokens", str(options.tokens)),
@@ -295,7 +304,7 @@ def shape(options: argparse.Namespace) -> list[str]:
 
 
 def theory_mib(team: Team, dtype: str, strategy: str, side: str, sizes: Sizes) -> tuple[float, float]:
-    """MiB that a worker's card has to receive and send in a step."""
+    """Return the MiB that a worker's card has to receive and send in a step."""
     element_bytes = BYTES[dtype]
     how = next((name for name in ("int8", "int4") if name in side), None)
     if how is not None:
@@ -313,10 +322,10 @@ def theory_mib(team: Team, dtype: str, strategy: str, side: str, sizes: Sizes) -
 
 
 def of_theory(place: str, side: str, figures: Figures, theory: tuple[float, float]) -> float:
-    """What a worker's card carried over what it has to, in the direction where that is more.
+    """Return the bytes of a worker's card over the theory's, in the direction where that is more.
 
     Raises:
-        RuntimeError: one carried less than it has to: something passed beside the cards.
+        RuntimeError: a card carried less than it has to, so bytes bypassed the cards.
     """
     least = min(part / whole for card in figures.workers_mib for part, whole in zip(card, theory, strict=True))
     if least < LEAST_OF_THEORY:
@@ -336,7 +345,7 @@ def row(
     peer: Figures | None,
     alone: tuple[float, Sizes],
 ) -> dict[str, Any]:
-    """One line of the table."""
+    """Return a line of the table."""
     compute_s, sizes = alone
     cards = 0 if place in ONE_MACHINE else len(team.hosts if side == "fsdp2" else team.all_hosts)
     cpu_s = statistics.median(figures.cpu_s)
@@ -375,7 +384,7 @@ def row(
 
 
 def teams(place: str, options: argparse.Namespace) -> list[Team]:
-    """The teams of each size in a place."""
+    """Return the teams of each size in a place."""
     servers = None if place.startswith(OWN) else options.servers
     return [Team.of(workers, options.per_host, servers) for workers in options.workers]
 
@@ -387,7 +396,7 @@ def bench(
     options: argparse.Namespace,
     alone: dict[str, tuple[float, Sizes]],
 ) -> list[dict[str, Any]]:
-    """All settings in one place, sides taking turns."""
+    """Run all settings in one place; sides alternate."""
     rows = []
     for team, dtype, strategy in itertools.product(in_place, options.dtypes, options.strategies):
         workers = team.size
@@ -410,7 +419,7 @@ def bench(
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--places",
@@ -471,7 +480,7 @@ BREAKDOWN = (
 
 
 def main() -> None:
-    """Run every place; where namespaces cannot be made, say so and go on with what can."""
+    """Run every place; where namespaces cannot be made, print the reason and go on with the others."""
     options = parse()
     Path(options.traces).mkdir(parents=True, exist_ok=True)
     alone, rows = {dtype: one_alone(dtype, options) for dtype in options.dtypes}, []

@@ -18,7 +18,7 @@ def _none(*_: Any) -> Iterator[Any]:
 
 
 def _first(count: int, loop: Callable[..., Any]) -> Callable[..., Any]:
-    """A loop that gets its first arguments alone, without digests."""
+    """Make a loop that gets its first arguments alone, without digests."""
     return lambda *arguments, **options: loop(*arguments[:count], **options)
 
 

@@ -132,8 +132,8 @@ def _left(directory: Path, pattern: str) -> set[Path]:
 @functools.cache
 def _cache() -> list[Path]:
     """The folders with the compiled loops of this machine."""
-    place = loop_cache.folder()
-    return [] if place is None else sorted({file.parent for file in place.rglob("*.nbc")})
+    directory = loop_cache.folder()
+    return [] if directory is None else sorted({file.parent for file in directory.rglob("*.nbc")})
 
 
 def _compiled() -> set[str]:

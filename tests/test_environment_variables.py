@@ -41,7 +41,7 @@ def named(tree: ast.AST) -> Iterator[str]:
 
 def test_the_table_has_every_variable_that_the_sources_name_and_no_other() -> None:
     found = {f"{PREFIX}{field.upper()}" for field in Settings.model_fields}
-    for path in (ROOT / "axon_ps").rglob("*.py"):
+    for path in (*(ROOT / "axon_ps").rglob("*.py"), *(ROOT / "axon_ps_lab").rglob("*.py")):
         if path.parent.name != "v1" and path.parts[-2] != "testing":
             found |= set(named(ast.parse(path.read_text())))
     listed = table()

@@ -57,7 +57,7 @@ LEGS: Mapping[str, Sequence[Leg]] = {
     ),
     "a vote, from step() to its result": (
         Leg("coordinator/client/session.py CoordinatorClient.vote"),
-        Leg("coordinator/messages.py vote_to_proto"),
+        Leg("coordinator/messages.py step_message_to_proto"),
         Leg("coordinator/core/steps/decision.py Tally.decide"),
         Leg("storage/state_store/memory.py MemoryStateStore.apply"),
         Leg("coordinator/server/shell.py Session.send"),

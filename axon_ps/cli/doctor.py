@@ -65,7 +65,7 @@ def examine(settings: Settings) -> list[Finding]:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """Show them as a table, with problems in red."""
+    """Show the findings as a table, with problems in red."""
     from rich.console import Console
     from rich.table import Table
 
@@ -129,10 +129,10 @@ def _idle_connections() -> Finding:
 
 def _kernel_cache() -> Finding:
     """Check the folder of numba's compiled loops; without one every process compiles the loops that it calls."""
-    if (place := loop_cache.folder()) is None:
+    if (directory := loop_cache.folder()) is None:
         return Finding("kernel cache", "not writable", "loops are compiled at every start; set NUMBA_CACHE_DIR")
     state = "all loops are compiled" if loop_cache.is_complete() else "`axon-ps run` compiles what is missing"
-    return Finding("kernel cache", f"{place} is writable; {state}")
+    return Finding("kernel cache", f"{directory} is writable; {state}")
 
 
 def _security(settings: Settings) -> Finding:

@@ -19,7 +19,8 @@ Reports = Mapping[int, Mapping[str, Any]]
 
 
 async def hanging(settings: Settings) -> list[str]:
-    """Ask the coordinator which workers wait for which; empty when nothing hangs. The coordinator must be running."""
+    """Ask the coordinator which workers wait, and for whom; empty when nothing hangs. The coordinator must be
+    running."""
     from axon_ps.cli.operate import client
 
     async with client(settings) as operator:

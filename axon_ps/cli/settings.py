@@ -65,8 +65,8 @@ class Settings(BaseSettings):
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
             empty = see `storage.roots.default_roots`.
-        audit_log: coordinators: the file that says who has changed the job; "-" = standard error; empty = beside the
-            job's state, else in `state_directory`.
+        audit_log: coordinators: the file with all changes of the job and their callers; "-" = standard error; empty =
+            beside the job's state, else in `state_directory`.
         checkpoint_key_file: coordinators: a file with the secret that checkpoints are signed with; None = they are not.
         debuggable: services: whether other processes of their user may read their memory, and core dumps are written.
         plugins: names of modules that services import, with commas between them; see `axon_ps.plugins`.
@@ -173,10 +173,10 @@ class Settings(BaseSettings):
         from axon_ps.rpc.auth.loopback import is_private
         from axon_ps.storage import roots
 
-        places = (self.checkpoint_dir, *configured)
-        private = is_private(host, token=bool(self.resolved_token)) or (ordered and not any(places))
+        directories = (self.checkpoint_dir, *configured)
+        private = is_private(host, token=bool(self.resolved_token)) or (ordered and not any(directories))
         given = _names(self.checkpoint_roots) or None
-        roots.allow_roots(given or roots.default_roots(private=private, configured=places))
+        roots.allow_roots(given or roots.default_roots(private=private, configured=directories))
 
     def sign_checkpoints(self, trusted: Sequence[str]) -> None:
         """Let this process, a coordinator, sign manifests and check their signatures, if it has a key.

@@ -55,7 +55,7 @@ async def _once(settings: Settings, timeout_s: float, *, as_json: bool) -> None:
 
 
 async def _watch(settings: Settings, every_s: float, timeout_s: float) -> None:
-    """Show the status again and again; where there is no terminal, one below the other."""
+    """Show the status again and again; if there is no terminal, one below the other."""
     from rich.console import Console
     from rich.live import Live
 

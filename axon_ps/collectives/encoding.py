@@ -66,7 +66,7 @@ def encode(value: Any, what: str, types: Types = NO_MORE) -> bytes:
         types: more types.
 
     Raises:
-        InvalidRequest: it cannot be sent; the message names the type, and the place in the value.
+        InvalidRequest: it cannot be sent; the message names the type, and the path in the value.
     """
     try:
         return json.dumps(_plain(value, what, "", 0, types), separators=(",", ":")).encode()
@@ -93,7 +93,7 @@ def decode(data: bytes, what: str, types: Types = NO_MORE) -> Any:
         raise InvalidRequest(f"{what} got {len(data)} bytes that are no encoded value: {error}") from error
 
 
-def _plain(value: Any, what: str, place: str, depth: int, types: Types) -> Any:
+def _plain(value: Any, what: str, path: str, depth: int, types: Types) -> Any:
     """Return the value in JSON's types."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"{what} was given lists or dicts more than {MAX_DEPTH} deep, or one that is in itself")
@@ -101,11 +101,11 @@ def _plain(value: Any, what: str, place: str, depth: int, types: Types) -> Any:
     if value is None or kind in (bool, int, float, str):
         return value
     if kind in (list, tuple):
-        items = [_plain(item, what, f"{place}[{i}]", depth + 1, types) for i, item in enumerate(value)]
+        items = [_plain(item, what, f"{path}[{i}]", depth + 1, types) for i, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
     if kind is dict:
         pairs = [
-            (_plain(k, what, f"{place}, a key", depth + 1, types), _plain(v, what, f"{place}[{k!r}]", depth + 1, types))
+            (_plain(k, what, f"{path}, a key", depth + 1, types), _plain(v, what, f"{path}[{k!r}]", depth + 1, types))
             for k, v in value.items()
         ]
         plain = all(type(k) is str and not k.startswith("$") for k in value)
@@ -117,9 +117,9 @@ def _plain(value: Any, what: str, place: str, depth: int, types: Types) -> Any:
     if isinstance(value, np.generic) and value.dtype in _DTYPES.values():
         return {"$scalar": [value.dtype.name, _text(value.tobytes())]}
     if (taken := types.take_apart(value)) is not None:
-        return {taken[0]: _plain(taken[1], what, place, depth + 1, types)}
+        return {taken[0]: _plain(taken[1], what, path, depth + 1, types)}
     name = f"{value.dtype} array" if kind is np.ndarray else f"{kind.__module__}.{kind.__qualname__}"
-    where = f" at {place.lstrip(', ')}" if place else ""
+    where = f" at {path.lstrip(', ')}" if path else ""
     raise InvalidRequest(
         f"{what} was given a {name.removeprefix('builtins.')}{where}, which cannot be sent; what can is {SENDABLE}"
         f"{types.names or ' (a tensor has collectives of its own, or give tensor.numpy())'}"

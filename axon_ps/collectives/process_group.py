@@ -486,7 +486,7 @@ class ProcessGroup(GroupBase):
             backend: a name of `axon_ps.Backend`; "auto" = by the members' nodes.
 
         Returns:
-            The group; on workers that are not in it one whose collectives raise `Misuse`.
+            The group; workers outside of it get a group whose collectives raise `Misuse`.
 
         Raises:
             InvalidRequest: a rank is not of this group, or is given twice.

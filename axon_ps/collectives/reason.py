@@ -1,8 +1,8 @@
 """The reason of a group's end, published in its store for ranks whose transport only reports a broken connection.
 
-Invariant: a rank that ends a group by itself, after a time-out, publishes the reason before it breaks connections, so a
-rank that sees a broken one finds it. An end of which every rank is notified anyway (a member has gone) is not
-published.
+Invariant: if a rank ends a group by itself, after a time-out, it publishes the reason before it breaks connections. So
+the peers of a broken connection find the reason. An end of which every rank is notified anyway (a member has gone) is
+not published.
 """
 
 from __future__ import annotations

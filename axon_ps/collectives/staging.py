@@ -5,7 +5,7 @@ what the data is.
 
 Invariants:
 - A copy begins when the work that was already on the calling thread's current stream is done, and is done when the call
-  returns; work that is put on that stream later runs concurrently with the copy.
+  returns; later work on that stream runs concurrently with the copy.
 - A buffer belongs to the caller from `allocate` to `free`. Any thread may call them.
 """
 

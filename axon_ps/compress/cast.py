@@ -2,8 +2,8 @@
 
 Owns: f32 → bf16, f16 and back, the accumulation of wire chunks into an f32 gradient, and its sum of squares. Shapes:
 `n` is the numel of one chunk, or of any range of one; every array is 1-D and C-contiguous.
-Refuses: dtypes that gradients and parameters do not travel in (only F32, BF16 and F16 do), and arrays that differ in
-length, because a compiled loop does not check where it writes. Importing this imports numba.
+Refuses: dtypes other than F32, BF16 and F16, in which gradients and parameters travel, and arrays that differ in
+length, because a compiled loop does not check its bounds. Importing this imports numba.
 
 Invariants:
 - Rounding is to nearest, ties to even, also for subnormals and for overflow to infinity. A NaN becomes a quiet NaN.
@@ -24,7 +24,7 @@ from axon_ps.types import WIRE_DTYPES, Array, DType
 
 
 def encode(src: Array, dst: Array, dtype: DType) -> None:
-    """Rounds f32 to a wire dtype.
+    """Round f32 to a wire dtype.
 
     Args:
         src: f32[n].
@@ -38,7 +38,7 @@ def encode(src: Array, dst: Array, dtype: DType) -> None:
 
 
 def encoded(values: Array, dtype: DType) -> Array:
-    """f32[n] rounded to a wire dtype, in an array of its own; f32 itself for F32. Raises as `encode` does."""
+    """Return f32[n] rounded to a wire dtype, in a new array; f32 itself for F32. Raises as `encode` does."""
     if dtype is DType.F32:
         return values
     out = np.empty(values.size, dtype.numpy)
@@ -47,7 +47,7 @@ def encoded(values: Array, dtype: DType) -> Array:
 
 
 def decoded(values: Array, dtype: DType) -> Array:
-    """dtype.numpy[n] widened to f32, in an array of its own; the same for F32. Raises as `decode` does."""
+    """Return dtype.numpy[n] widened to f32, in a new array; the same for F32. Raises as `decode` does."""
     if dtype is DType.F32:
         return values
     out = np.empty(values.size, np.float32)
@@ -56,7 +56,7 @@ def decoded(values: Array, dtype: DType) -> Array:
 
 
 def decode(src: Array, dst: Array, dtype: DType) -> None:
-    """Widens a wire dtype to f32; exact.
+    """Widen a wire dtype to f32; exact.
 
     Args:
         src: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
@@ -77,7 +77,7 @@ def accumulate(
     digests: Array | None = None,
     block_numel: int = rounding.TILE_NUMEL,
 ) -> None:
-    """Adds one replica's gradient chunk to the running sum, in f32.
+    """Add one replica's gradient chunk to the running sum, in f32.
 
     Args:
         acc: f32[n], updated in place.
@@ -106,7 +106,7 @@ def accumulate_last(
     *,
     rounds: bool = False,
 ) -> float:
-    """`accumulate` for the last replica: returns `sum_of_squares(acc)` from the same pass, to the same bits.
+    """Accumulate the last replica, and return `sum_of_squares(acc)` from the same pass, to the same bits.
 
     Args:
         acc: f32[n], updated in place.
@@ -130,7 +130,7 @@ def accumulate_last(
 
 
 def sum_of_squares(acc: Array) -> float:
-    """The sum of the squares of an f32 array, in f64.
+    """Return the sum of the squares of an f32 array, in f64.
 
     The order of the additions is fixed: PARTIAL_SUMS running sums, element i in sum i mod PARTIAL_SUMS, the sums added
     in order. Each square is exact (48 bits), and finite values cannot overflow f64 (2^256 · n), so the result is inf or
@@ -149,7 +149,7 @@ def sum_of_squares(acc: Array) -> float:
 
 
 def round_in_place(acc: Array, dtype: DType) -> None:
-    """Rounds f32 to the values that a wire dtype has, and leaves them f32.
+    """Round f32 to the values that a wire dtype has, and leave them f32.
 
     Args:
         acc: f32[n], overwritten.
@@ -164,7 +164,7 @@ def round_in_place(acc: Array, dtype: DType) -> None:
 
 
 def warm_up(dtype: DType) -> None:
-    """Compiles (or loads from disk) the loops for gradients and parameters in `dtype`, on empty arrays.
+    """Compile (or load from disk) the loops for gradients and parameters in `dtype`, on empty arrays.
 
     Raises:
         InvalidRequest: `dtype` is not a wire dtype.
@@ -189,12 +189,12 @@ def examples(dtype: DType) -> tuple[Array, ...]:
 
 
 def _received(dtype: DType, offset: int) -> Array:
-    """An empty array like one cut from a message: read-only, and aligned or not. Loops are compiled for each kind."""
+    """Return an empty array like one cut from a message: read-only, maybe aligned. Loops are compiled for each kind."""
     return np.frombuffer(bytes(offset + dtype.itemsize), dtype.numpy, count=1, offset=offset)[:0]
 
 
 def _like(dtype: DType) -> Array | None:
-    """The target of a loop's rounding: an array of one element; None where nothing is rounded."""
+    """Return the target of a loop's rounding: an array of one element; None if nothing is rounded."""
     return _checked("like", np.empty(1, dtype.numpy), dtype, 1) if dtype is not DType.F32 else None
 
 
@@ -206,7 +206,7 @@ def _check_digests(digests: Array | None, numel: int, block_numel: int) -> None:
 
 
 def _checked(name: str, array: Array, dtype: DType, numel: int) -> Array:
-    """The array as the loops take it (f16 as int16 bits), once its type and shape are checked."""
+    """Return the array as the loops take it (f16 as int16 bits), once its type and shape are checked."""
     if dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"dtype {dtype.name} does not travel; use one of {', '.join(d.name for d in WIRE_DTYPES)}")
     if array.dtype != dtype.numpy or array.shape != (numel,) or not array.flags.c_contiguous:

@@ -65,7 +65,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def compressed_bytes(self, numel: int) -> int:
-        """The exact compressed size of `numel` numbers."""
+        """Return the exact compressed size of `numel` numbers."""
 
     def compress(
         self, values: Array, out: Array, residual: Array | None = None, residual_out: Array | None = None
@@ -148,7 +148,7 @@ class Compressor(ABC):
 
     @staticmethod
     def _in_place(residual: Array | None, residual_out: Array | None) -> Array | None:
-        """The array to update in place: the residual, or its copy in `residual_out` if that is another array."""
+        """Return the array to update in place: the residual, or its copy in `residual_out` if that is another array."""
         if residual is None or residual_out is None or residual_out is residual:
             return residual
         np.copyto(residual_out, residual)
@@ -168,7 +168,7 @@ class Compressor(ABC):
 
 
 def blocks_of(numel: int, block_numel: int) -> int:
-    """The number of blocks that `numel` elements are cut into; the last may be shorter."""
+    """Return the number of blocks that `numel` elements are cut into; the last may be shorter."""
     return -(-numel // block_numel)
 
 
@@ -183,5 +183,5 @@ def check_fraction(fraction: float) -> None:
 
 
 def selected_numel(numel: int, fraction: float) -> int:
-    """The number of elements, of `numel`, that a top-k of `fraction` selects: the fraction, rounded up."""
+    """Return the number of elements, of `numel`, that a top-k of `fraction` selects: the fraction, rounded up."""
     return min(numel, math.ceil(numel * fraction))

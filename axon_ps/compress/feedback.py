@@ -67,7 +67,7 @@ class Feedback:
             return found.now, found.next
 
     def settle(self, step: int, *, committed: bool, clip_factor: float = 1.0) -> None:
-        """Replace the residual by that of a step that committed, or drop that of a step that did not.
+        """Replace the residual by that of a committed step, or drop that of a step that did not commit.
 
         Args:
             step: number of the step.

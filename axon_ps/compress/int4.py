@@ -76,7 +76,7 @@ class Int4(Compressor):
 
     @staticmethod
     def _checked(data: Array, numel: int) -> tuple[Array, Array, Array]:
-        """The tiles' scales f32[t], codes of the blocks' scales u8[b], and quants u8[16 b]."""
+        """Return the tiles' scales f32[t], codes of the blocks' scales u8[b], and quants u8[16 b]."""
         from axon_ps.kernels import int4
 
         head, codes = _sizes(numel)
@@ -89,5 +89,5 @@ class Int4(Compressor):
 
 
 def _sizes(numel: int) -> tuple[int, int]:
-    """Bytes of the tiles' scales, and of the blocks'."""
+    """Return the bytes of the tiles' scales, and of the blocks'."""
     return _TILE_SCALE_BYTES * blocks_of(numel, _TILE_NUMEL), blocks_of(numel, _BLOCK_NUMEL)

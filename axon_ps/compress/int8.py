@@ -48,7 +48,7 @@ class Int8(Compressor):
         return f"int8 in blocks of {self.block_numel}"
 
     def compressed_bytes(self, numel: int) -> int:
-        """One byte a number and four a block."""
+        """Return one byte a number and four a block."""
         return numel + _SCALE_BYTES * blocks_of(numel, self.block_numel)
 
     def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:

@@ -31,7 +31,7 @@ _SCALE_BYTES = 4
 
 
 def empty(numel: int) -> Array:
-    """Blocks for so many numbers: BLOCK[ceil(numel / 256)], not initialised."""
+    """Return blocks for so many numbers: BLOCK[ceil(numel / 256)], not initialised."""
     return np.empty(blocks_of(numel, INT8_BLOCK_NUMEL), BLOCK)
 
 
@@ -116,7 +116,7 @@ def _add(blocks: Array, acc: Array, *, first: bool) -> None:
 
 
 def _quants(blocks: Array) -> Array:
-    """The blocks' bytes from the first quant on: those of block b begin at 260 b."""
+    """Return the blocks' bytes from the first quant on: those of block b begin at 260 b."""
     return blocks.view(np.int8)[_SCALE_BYTES:]
 
 

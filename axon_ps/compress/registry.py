@@ -15,7 +15,7 @@ names = _REGISTRY.names
 
 
 def compressor(name: str, **options: float) -> Compressor:
-    """The compressor of that name.
+    """Return the compressor of that name.
 
     Args:
         name: "int8" (option `block_numel`), "int4", "top_k" (option `fraction`), "block_top_k" (options `fraction`,
@@ -35,7 +35,7 @@ def compressor(name: str, **options: float) -> Compressor:
 
 
 def _number(name: str, field: dataclasses.Field[object], value: float) -> float:
-    """The value of an option; an integer's arrives from the wire as a float."""
+    """Return the value of an option; an integer's arrives from the wire as a float."""
     if not isinstance(value, (int, float)):
         raise InvalidRequest(f"option {field.name} of compressor {name!r} is {value!r}; it must be a number")
     if field.type not in (int, "int"):

@@ -4,7 +4,7 @@ Owns their format in the store: compressed content, cut into values that the sto
 of these values and the hash of the content. Two *slots* are used alternately, and the header is written last. So a
 reader has the old or the new content, and nothing half-written. Pure.
 
-A checkpoint has the attachments that are stored when it is ordered, except for keys that begin with `UNSAVED`. The
+A checkpoint has the attachments of the moment of its order, except for keys that begin with `UNSAVED`. The
 bounds of the store are in `core.kv`.
 """
 

@@ -93,7 +93,7 @@ class CheckpointSchedule:
         self._not_before_s = now
         self._retry_s = FIRST_RETRY_S
 
-    def due(self, version: int, now: float) -> bool:
+    def should_write(self, version: int, now: float) -> bool:
         """Return True if a checkpoint is due at this sum of the models' versions and this time; see also `may_try`."""
         if version == self._version:
             return False
@@ -105,11 +105,11 @@ class CheckpointSchedule:
         return now >= self._not_before_s
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until `due` or `may_try` may change although no step commits; inf = they do not."""
+        """Return the seconds until `should_write` or `may_try` may change without a committed step; inf = never."""
         if self._not_before_s > now:
             return self._not_before_s - now
-        due_s = self._written_s + self._policy.every_s if self._policy.every_s else math.inf
-        return due_s - now if due_s > now else math.inf
+        next_s = self._written_s + self._policy.every_s if self._policy.every_s else math.inf
+        return next_s - now if next_s > now else math.inf
 
     def next(self, version: int, now: float) -> str:
         """Return the time of the next checkpoint or try, as text; empty when none is written."""

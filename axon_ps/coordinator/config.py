@@ -22,7 +22,7 @@ class CoordinatorConfig:
         lease_s: seconds for which a silent member stays a member.
         join_timeout_s: seconds that workers wait for lost members to be replaced before their sessions end with an
             error; inf = for ever.
-        step_timeout_s: seconds that workers wait in a step for a worker that takes no part in it. Then that worker is
+        step_timeout_s: seconds for which workers in a step wait for an absent one. Then that worker is
             set aside, if as many as the job needs remain. inf = for ever.
         resume: a checkpoint, or a directory of checkpoints, that the job begins with; empty = a worker uploads first
             values.

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Final
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.tracing.chrome import MemberSpans
 from axon_ps.observe.tracing.span import MAX_SPANS, Span, SpanContext, TraceOrder
 from axon_ps.observe.tracing.tracer import Collection
+from axon_ps.wire.conversion import Conversion
 from axon_ps.wire.v1 import trace_pb2
 
 _TRACE_BYTES = 16
 
 
-def order_to_proto(order: TraceOrder) -> trace_pb2.TraceOrder:
-    """Return an order as a message."""
-    return trace_pb2.TraceOrder(**dataclasses.asdict(order))
-
-
-def order_from_proto(message: trace_pb2.TraceOrder) -> TraceOrder:
-    """Return an order, from a message."""
-    return TraceOrder(
-        id=message.id, model=message.model, first=message.first, last=message.last, timeout_s=message.timeout_s
-    )
+TRACE_ORDER: Final = Conversion(TraceOrder, trace_pb2.TraceOrder)
 
 
 def report_to_proto(collection: Collection, now_ns: int) -> trace_pb2.SpanReport:

@@ -29,8 +29,8 @@ _ORDER: Final = ("length", "shuffle", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """The position of a worker among those that take part in a step.
+class Coordinates:
+    """The coordinates of a worker among those that take part in a step.
 
     Attributes:
         replica: the number of its replica.
@@ -101,15 +101,15 @@ class ElasticBatch:
                 f"a step was to take {self.samples} samples, {self.at_a_time} at a time; both must be at least 1"
             )
 
-    def cut(self, begin: int, count: int, place: Place) -> list[tuple[int, int]]:
+    def cut(self, begin: int, count: int, coordinates: Coordinates) -> list[tuple[int, int]]:
         """Return a worker's ranges of a step's samples, which are `count` samples from `begin` on.
 
         There is at least one range. It is empty if there are fewer samples than workers. The shortest come first.
         """
-        fitting = -(-count // (self.at_a_time * place.workers))
-        ranges = _divided(begin, count, max(fitting, min(place.num_replicas, count // place.workers), 1))
-        mine = ranges[place.replica :: place.num_replicas] or [(begin, begin)]
-        return [_divided(b, e - b, place.workers)[place.index] for b, e in reversed(mine)]
+        fitting = -(-count // (self.at_a_time * coordinates.workers))
+        ranges = _divided(begin, count, max(fitting, min(coordinates.num_replicas, count // coordinates.workers), 1))
+        mine = ranges[coordinates.replica :: coordinates.num_replicas] or [(begin, begin)]
+        return [_divided(b, e - b, coordinates.workers)[coordinates.index] for b, e in reversed(mine)]
 
 
 def _divided(begin: int, count: int, ranges: int) -> list[tuple[int, int]]:
@@ -155,11 +155,11 @@ class SamplePlan:
         """Return the same position; at the end of an epoch, the beginning of the next one."""
         return position if position.samples < self.end else Position(epoch=position.epoch + 1)
 
-    def micro_batches(self, position: Position, place: Place) -> Iterator[MicroBatch]:
+    def micro_batches(self, position: Position, coordinates: Coordinates) -> Iterator[MicroBatch]:
         """Yield the micro-batches of a worker in the rest of an epoch, as long as the members stay the same."""
         while (count := min(self.batch.samples, self.end - position.samples)) > 0:
             begin, after = position.samples, Position(epoch=position.epoch, samples=position.samples + count)
-            ranges = self.batch.cut(begin, count, place)
+            ranges = self.batch.cut(begin, count, coordinates)
             for index, (first, end) in enumerate(ranges):
                 yield MicroBatch(
                     before=position,

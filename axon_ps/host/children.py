@@ -1,4 +1,4 @@
-"""`Child`: a child process that ends with its parent: starting it, sending it signals, reaping it.
+"""`Child`, a child process that ends with its parent: starting it, sending it signals, reaping it.
 
 Owns: the command that ties a child's life to this process (`tether.py` runs first), its process group, the pipe on
 which it reports its address in one line, its signals, and its end.
@@ -40,7 +40,7 @@ class Child:
         reap: waits for its end, reaps it, and returns its exit code, negative for a signal.
         log: the file that its output is appended to; None = it has none.
         stdin: the pipe to its standard input; None when it has none.
-        ready_fd: the pipe on which it writes the address at which it listens; -1 when it does not.
+        ready_fd: the pipe to which it writes its listening address; -1 when it does not.
 
     Attributes:
         was_signalled: whether it was sent a signal while it ran.
@@ -88,7 +88,7 @@ class Child:
             name: its name in messages.
             command: the command, found on the path.
             environment: its complete environment.
-            last_signal: the signal that it is sent when the thread that starts it is gone, even by kill -9.
+            last_signal: the signal that it gets when the thread of its start is gone, even by kill -9.
             output: the file that its output is appended to, or the descriptors of its standard output and error;
                 None = those of this process.
             stdin: whether it has a pipe for `send_line`; else its standard input is empty.
@@ -233,7 +233,7 @@ def wait_for_any(children: Sequence[Child], deadline: float) -> list[Child]:
 
 
 def _tethered(command: Sequence[str], last_signal: int) -> list[str]:
-    """Wrap `command` so that it gets `last_signal` when the thread that starts it is gone."""
+    """Wrap `command` so that it gets `last_signal` when the thread of its start is gone."""
     return [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(int(last_signal)), *command]
 
 

@@ -44,7 +44,7 @@ _retained: list[object] = []
 _at_exit: dict[Callable[[], object], Callable[[], None]] = {}
 
 
-def turn_grpc_handlers_off() -> None:
+def disable_grpc_fork_handlers() -> None:
     """Have gRPC loaded without its fork handlers; `import axon_ps` calls it before any module of ours loads gRPC.
 
     See Note: [A fork of a worker].

@@ -35,35 +35,35 @@ def folder() -> Path | None:
 
     It is the first of them that is writable. None if none is: then every process compiles the loops that it calls.
     """
-    return next((place for place in _places() if _can_be_written(place)), None)
+    return next((directory for directory in _candidates() if _can_be_written(directory)), None)
 
 
 def is_complete() -> bool:
     """Return True if a record shows that every loop is compiled for this machine, or if no folder is writable."""
-    if (place := folder()) is None:
+    if (directory := folder()) is None:
         return True
     try:
-        names = json.loads((place / record_name()).read_text(encoding="utf-8"))
-        return all((place / name).exists() for name in names)
+        names = json.loads((directory / record_name()).read_text(encoding="utf-8"))
+        return all((directory / name).exists() for name in names)
     except (OSError, ValueError):
         return False
 
 
-def record(place: Path, sources: str) -> None:
+def record(directory: Path, sources: str) -> None:
     """Write the record that all loops are in a folder.
 
     Args:
-        place: the folder.
+        directory: the folder.
         sources: the hash of the sources, which is in the names of the loops' files.
     """
-    names = sorted(str(path.relative_to(place)) for path in place.rglob("*.nb[ic]") if sources in path.name)
+    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*.nb[ic]") if sources in path.name)
     if not names:
         return
     with contextlib.suppress(OSError):  # without a record, the folder is only checked again
-        fd, written = tempfile.mkstemp(dir=place)
+        fd, written = tempfile.mkstemp(dir=directory)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             json.dump(names, file)
-        os.replace(written, place / record_name())
+        os.replace(written, directory / record_name())
 
 
 def fill(source: Path) -> None:
@@ -74,11 +74,11 @@ def fill(source: Path) -> None:
     Args:
         source: a folder that was NUMBA_CACHE_DIR when the loops were compiled; if it does not exist, nothing is copied.
     """
-    if (place := folder()) is None or next(place.rglob("*.nbi"), None):
+    if (directory := folder()) is None or next(directory.rglob("*.nbi"), None):
         return
     for suffix in ("nbc", "nbi", "loops"):
         for file in source.rglob(f"*.{suffix}"):
-            target = place / file.relative_to(source)
+            target = directory / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             fd, copy = tempfile.mkstemp(dir=target.parent)
             os.close(fd)
@@ -110,7 +110,7 @@ def _compiled_from() -> str:
     return "\n".join((str(_PACKAGE), contents.hexdigest(), of_python, *versions, platform.machine(), *_processor()))
 
 
-def _places() -> Iterator[Path]:
+def _candidates() -> Iterator[Path]:
     if configured := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(configured)
     yield _PACKAGE / "kernels" / "__pycache__"
@@ -118,8 +118,8 @@ def _places() -> Iterator[Path]:
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
 
 
-def _can_be_written(place: Path) -> bool:
-    existing = next((path for path in (place, *place.parents) if path.exists()), place)
+def _can_be_written(directory: Path) -> bool:
+    existing = next((path for path in (directory, *directory.parents) if path.exists()), directory)
     return existing.is_dir() and os.access(existing, os.W_OK)
 
 

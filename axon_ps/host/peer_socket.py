@@ -136,9 +136,9 @@ class PeerSocket:
 
         After an error: the connection is not usable any more; no descriptor of the message is open here.
         """
-        room = socket.CMSG_LEN(_ONE_DESCRIPTOR.size) if descriptor else 0
+        ancillary_bytes = socket.CMSG_LEN(_ONE_DESCRIPTOR.size) if descriptor else 0
         try:
-            message, found, flags, _ = self._socket.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+            message, found, flags, _ = self._socket.recvmsg(MESSAGE_BYTES, ancillary_bytes, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return None
         except OSError as error:

@@ -20,9 +20,9 @@ def free_ports(count: int = 1) -> int:
     Raises:
         OSError: none are free.
     """
-    room = (_LAST - _FIRST) // count
-    for attempt in itertools.islice(_attempts, room):
-        first = _FIRST + (os.getpid() * 37 + attempt) % room * count
+    blocks = (_LAST - _FIRST) // count
+    for attempt in itertools.islice(_attempts, blocks):
+        first = _FIRST + (os.getpid() * 37 + attempt) % blocks * count
         sockets = [socket.socket() for _ in range(count)]
         try:
             for i, one in enumerate(sockets):

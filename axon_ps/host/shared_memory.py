@@ -62,7 +62,7 @@ class Access(enum.Enum):
 
 
 class Segment:
-    """The file of a segment of this process, which is passed to others so that they can map it.
+    """The file of a segment of this process, passed to others that map it.
 
     Attributes:
         number: its number, which no other segment of this process ever has.
@@ -109,7 +109,7 @@ def create(size_bytes: int, *, read_only: bool = False) -> tuple[Segment, Array]
     size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
     available = available_bytes()
     if size_bytes > available:
-        raise _no_room(size_bytes, available)
+        raise _out_of_memory(size_bytes, available)
     try:
         fd = _memfd()
     except OSError as error:
@@ -124,7 +124,7 @@ def create(size_bytes: int, *, read_only: bool = False) -> tuple[Segment, Array]
         os.close(fd)
         if error.errno == errno.EINVAL:
             raise Busy("this kernel cannot seal shared memory against writing, which needs Linux 5.1") from error
-        raise _no_room(size_bytes, available_bytes()) from error
+        raise _out_of_memory(size_bytes, available_bytes()) from error
     return Segment(fd, size_bytes), memory
 
 
@@ -339,7 +339,7 @@ def _has_own_pages(base: int, size_bytes: int) -> bool:
     return entries.size * PAGE_BYTES != size_bytes or bool(np.any((entries & _OF_FILE == 0) & (entries & _THERE != 0)))
 
 
-def _no_room(size_bytes: int, available: int) -> Busy:
+def _out_of_memory(size_bytes: int, available: int) -> Busy:
     return Busy(
         f"a shared-memory segment needs {size_bytes} bytes ({size_bytes >> 20} MiB) of memory, "
         f"and {available} bytes ({available >> 20} MiB) are available; use fewer or smaller buffers"

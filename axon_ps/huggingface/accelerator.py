@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.from_torch import MovedOptimizer, broadcast_buffers, load_servers, moved, save_servers
 from axon_ps.parallel.fsdp.arguments import strategy_of
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+from axon_ps.parallel.precision import MixedPrecision
 from axon_ps.worker.world import World
 
 SERVERS_DIRECTORY: Final = "axon_ps"
@@ -95,12 +95,12 @@ class Accelerator(accelerate.Accelerator):
     `load_state()` does not go back.
 
     Args:
-        args, kwargs: accelerate's. `cpu` is True where there is no GPU, which accelerate needs for several processes.
+        args, kwargs: accelerate's. `cpu` is True if there is no GPU, which accelerate needs for several processes.
         server_plugin: how models are wrapped.
 
     Raises:
-        InvalidRequest: `mixed_precision="fp16"`, whose scaler needs gradients that are on the servers by then; or the
-            plugin of another way to shard.
+        InvalidRequest: `mixed_precision="fp16"`, whose scaler needs gradients after they have left for the servers; or
+            the plugin of another way to shard.
     """
 
     evaluates_without_ddp = False

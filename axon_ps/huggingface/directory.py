@@ -19,8 +19,8 @@ from safetensors import safe_open
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.dtypes import dtype_from_torch
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.precision import dtype_from_torch
 from axon_ps.storage.files import open_store
 from axon_ps.storage.hf_directory import INDEX, MAX_FILE_BYTES, SINGLE, export_directory, set_config_dtype
 

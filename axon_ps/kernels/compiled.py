@@ -8,7 +8,7 @@ package, and a loop must call nothing outside of it.
 Note: [Two processes that compile one loop]
     numba's cache gives an entry the next free number of an index, writes the index and then the entry, and takes no
     lock. If two processes do this at once, one index is lost. Worse, the index can make a third process load code that
-    was compiled for other types (github.com/numba/numba/issues/10128 and 4807, which end in a segmentation fault). The
+    was compiled for other types. That ends in a segmentation fault (github.com/numba/numba/issues/10128 and 4807). The
     services of a host start at once. So a process has the lock of a loop while it looks it up, compiles and saves it,
     and the others find it in the cache. It is a POSIX lock and not a BSD lock: a process that is forked meanwhile, for
     example by a data loader, does not keep it.

@@ -128,7 +128,7 @@ def _scale(tile: Any, largest: Any, scales: Any, codes: Any) -> Any:
 
 @compiled
 def _quantise(tile: Any, scales: Any, inverses: Any, quants: Any, pairs: Any) -> None:
-    """Quantise rotated numbers: quants i8[1024] and their bytes u8[512]; zeros where a scale is zero or NaN."""
+    """Quantise rotated numbers: quants i8[1024] and their bytes u8[512]; zeros if a scale is zero or NaN."""
     for block in range(BLOCKS):
         inverses[block] = F32(F32(1.0) / scales[block]) if scales[block] > F32(0.0) else F32(0.0)
         if not scales[block] > F32(0.0):

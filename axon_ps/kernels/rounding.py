@@ -219,7 +219,7 @@ def _total(sums: Any) -> Any:
 
 @compiled
 def sum_of_squares(acc: Any) -> Any:
-    """Return the sum of squares of acc: f32, in f64: element i in partial sum i mod PARTIAL_SUMS, then the total."""
+    """Return the sum of squares of acc, f32, in f64: element i in partial sum i mod PARTIAL_SUMS, then the total."""
     sums = np.zeros(PARTIAL_SUMS, np.float64)
     _add_squares(sums, acc)
     return _total(sums)

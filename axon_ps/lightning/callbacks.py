@@ -32,7 +32,7 @@ _HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def needs_all_trained(callbacks: Iterable[Callback]) -> bool:
-    """True if one of them freezes parameters before the model is wrapped, to train them later."""
+    """Return True if one of them freezes parameters before the model is wrapped, to train them later."""
     return any(isinstance(callback, lightnings.BaseFinetuning) for callback in callbacks)
 
 

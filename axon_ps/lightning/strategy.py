@@ -28,7 +28,6 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.lightning import position as positions
 from axon_ps.lightning.callbacks import needs_all_trained, surrounded
 from axon_ps.lightning.over_backend import DDPOverAxon
-from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.from_torch import (
     MovedOptimizer,
     broadcast_buffers,
@@ -40,6 +39,7 @@ from axon_ps.parallel.from_torch import (
 from axon_ps.parallel.fsdp.arguments import strategy_of
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+from axon_ps.parallel.precision import MixedPrecision
 
 SUFFIX: Final = ".axon_ps"
 """The end of the name of a checkpoint's part that the servers wrote."""
@@ -217,12 +217,12 @@ class AxonStrategy(DDPOverAxon):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load Lightning's parameters into the module; nothing yet if it is wrapped."""
+        """Load Lightning's parameters into the module, unless it is wrapped."""
         if self.lightning_module not in self._wrappers:
             super().load_model_state_dict(checkpoint, strict and not self._servers_checkpoint.is_dir())
 
     def _load_servers(self) -> None:
-        """Load the servers' part of a checkpoint, or, if it has none, Lightning's parameters."""
+        """Load the servers' part of a checkpoint; if it has none, load Lightning's parameters."""
         checkpoint, self._loaded = self._loaded, None
         if checkpoint is None:
             return

@@ -27,7 +27,7 @@ _ALIKE: Final = 0.85
 
 
 def misspelt(names: Iterable[str]) -> dict[str, str]:
-    """Return the names that are probably misspelt, each with the name of the variable that is probably meant.
+    """Return the names that are probably misspelt, each with the probable name.
 
     Args:
         names: names of environment variables.

@@ -59,7 +59,7 @@ class SGD(UpdateRule):
         return values
 
     def cannot_follow(self, before: Hyper, hyper: Hyper) -> str:
-        """Refuse to switch momentum on with dampening, which torch leaves out in the step in which a buffer begins."""
+        """Refuse to switch momentum on with dampening: torch applies no dampening in the first step of a buffer."""
         if not (hyper["momentum"] and hyper["dampening"] and not before["momentum"]):
             return ""
         return (

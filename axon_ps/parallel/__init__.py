@@ -23,7 +23,6 @@ from axon_ps.parallel.ddp.ddp import DistributedDataParallel
 from axon_ps.parallel.ddp.sync_batch_norm import SyncBatchNorm
 from axon_ps.parallel.ddp.synchronizer import GradientSynchronizer, GradSyncStrategy
 from axon_ps.parallel.diloco import DiLoCo, LocalSGD
-from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.elastic_loader import ElasticLoader
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats
@@ -32,6 +31,7 @@ from axon_ps.parallel.grad_scaler import GradScaler
 from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.optim import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, ServerOptimizer
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
+from axon_ps.parallel.precision import MixedPrecision
 from axon_ps.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention, clip_grad_norm
 from axon_ps.parallel.weights import WeightReceiver, load_weights, update_weights, weight_tensors
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, Policy, Synchronous

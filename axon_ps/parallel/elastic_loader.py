@@ -24,10 +24,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from axon_ps.data.elastic import ElasticBatch, MicroBatch, Place, Position, SamplePlan
+from axon_ps.data.elastic import Coordinates, ElasticBatch, MicroBatch, Position, SamplePlan
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
-from axon_ps.parallel.fsdp.steps import Standing, StepBatch
+from axon_ps.parallel.fsdp.steps import StepBatch, StepStatus
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
 from axon_ps.wire.committed import encoded
 from axon_ps.worker.world import world_of
@@ -56,7 +56,7 @@ class ElasticLoader:
 
     When a step has committed, or was skipped because its gradients were not finite, the position in the epoch is
     committed with it. When a step was aborted, its batches come again in the same loop. The position is in every
-    checkpoint, and a job that restores one goes on with the samples that remain.
+    checkpoint, and a restored job goes on with the remaining samples.
 
     Args:
         dataset: a data set with a length; the same on every worker.
@@ -159,7 +159,7 @@ class ElasticLoader:
 
     def __len__(self) -> int:
         """Return the number of batches that this worker gets in the rest of the epoch, if the members stay."""
-        return sum(1 for _ in self._plan.micro_batches(self.position, self._runtime.place))
+        return sum(1 for _ in self._plan.micro_batches(self.position, self._runtime.coordinates))
 
     def _read(self, committed: Mapping[str, str]) -> Position:
         return self._plan.position(committed.get(self._name))
@@ -191,9 +191,9 @@ class ElasticLoader:
     def _batches(self, iteration: int) -> Iterator[Any]:
         if not (self._is_undecided and self._runtime.has_gradients):
             self._given = []
-            self._deal(self._runtime.standing())
+            self._deal(self._runtime.step_status())
         elif (after := self._given[-1].micro.after).samples >= self._plan.end:
-            self._prefetched.begin(self._plan.current(after), self._prefetched.place)
+            self._prefetched.begin(self._plan.current(after), self._prefetched.coordinates)
         while (given := self._next()) is not None:
             yield given.batch()
             if iteration != self._iteration:
@@ -233,34 +233,34 @@ class ElasticLoader:
 
     def _goes_on(self) -> bool:
         """Continue after a decision; return False if the epoch is over."""
-        standing = self._runtime.standing()
-        reached = self._read(standing.committed)
+        status = self._runtime.step_status()
+        reached = self._read(status.committed)
         if reached.samples >= self._plan.end and reached.epoch >= self._epoch:
             self._given = []
             return False
-        self._deal(standing)
+        self._deal(status)
         return True
 
-    def _deal(self, standing: Standing) -> None:
+    def _deal(self, status: StepStatus) -> None:
         """Continue at the position of the last decision, with no batch given since then."""
-        begin = self._plan.current(self._read(standing.committed))
+        begin = self._plan.current(self._read(status.committed))
         given, self._given = self._given, []
         aborted = bool(given) and begin == given[0].micro.before
-        self._aborts = self._aborts + 1 if aborted and standing.generation == self._generation else 0
+        self._aborts = self._aborts + 1 if aborted and status.generation == self._generation else 0
         if self._aborts >= _MOST_ABORTS:
             raise StepAborted(
                 f"the step at sample {begin.samples} of epoch {begin.epoch} was aborted {self._aborts} times in a row "
                 f"although the members stayed: {self._runtime.last_reason}"
             )
-        self._generation, self._decisions = standing.generation, self._runtime.decisions
-        if standing.place == self._prefetched.place:
+        self._generation, self._decisions = status.generation, self._runtime.decisions
+        if status.coordinates == self._prefetched.coordinates:
             if given and begin == given[-1].micro.after:
                 return
             if aborted and all(each.is_unchanged for each in given):
                 self._again.extendleft(reversed(given))
                 return
         self._again.clear()
-        self._prefetched.begin(begin, standing.place)
+        self._prefetched.begin(begin, status.coordinates)
 
 
 class _Given:
@@ -300,10 +300,10 @@ class _Indices:
 
     def __init__(self, plan: SamplePlan) -> None:
         self._plan = plan
-        self.position, self.place = Position(), Place()
+        self.position, self.coordinates = Position(), Coordinates()
 
     def __iter__(self) -> Iterator[list[int]]:
-        return map(self._plan.indices, self._plan.micro_batches(self.position, self.place))
+        return map(self._plan.indices, self._plan.micro_batches(self.position, self.coordinates))
 
 
 class _Prefetched:
@@ -323,15 +323,15 @@ class _Prefetched:
         self._batches: Iterator[Any] = iter(())
 
     @property
-    def place(self) -> Place:
-        """The `Place` of the worker that the batches are for."""
-        return self._indices.place
+    def coordinates(self) -> Coordinates:
+        """The `Coordinates` of the worker that the batches are for."""
+        return self._indices.coordinates
 
-    def begin(self, position: Position, place: Place) -> None:
+    def begin(self, position: Position, coordinates: Coordinates) -> None:
         """Drop the fetched batches, and begin at a position."""
         self.close()
-        self._indices.position, self._indices.place = position, place
-        self._micro_batches = self._plan.micro_batches(position, place)
+        self._indices.position, self._indices.coordinates = position, coordinates
+        self._micro_batches = self._plan.micro_batches(position, coordinates)
         self._batches = iter(self._loader)
 
     def next(self) -> _Given | None:

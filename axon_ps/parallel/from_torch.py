@@ -35,7 +35,7 @@ BUFFERS_FILE: Final = "buffers.safetensors"
 
 
 class MovedOptimizer(ServerOptimizer):
-    """A server optimizer that replaces one of torch's, in a training loop that is not ours.
+    """A server optimizer in the place of one of torch's, for a framework's training loop.
 
     The two have the same `param_groups`. So a step applies the values that a scheduler, a callback or the program sets
     in either of them.
@@ -170,19 +170,19 @@ def broadcast_buffers(model: FullyShardedDataParallel, *, in_training_only: bool
         model: the wrapper.
         in_training_only: True if forwards without gradients take no part, since a framework evaluates outside of DDP.
     """
-    due = True
+    pending = True
     wrapper = weakref.ref(model)
 
     @uncompiled
     def before_forward(module: nn.Module, args: Any) -> None:
-        nonlocal due
+        nonlocal pending
         if in_training_only and not torch.is_grad_enabled():
             return
         found = wrapper()
         buffers = [] if found is None else list(found.buffers())
-        if due and found is not None and buffers and found.process_group.world_size > 1:
+        if pending and found is not None and buffers and found.process_group.world_size > 1:
             replicas.broadcast(found.process_group, buffers)
-        due = torch.is_grad_enabled() and found is not None and found.runtime.syncing
+        pending = torch.is_grad_enabled() and found is not None and found.runtime.syncing
 
     model.register_forward_pre_hook(before_forward)
 

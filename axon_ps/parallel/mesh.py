@@ -119,9 +119,9 @@ class Mesh:
         """
         if coordinates:
             self._known(tuple(coordinates))
-        for axis, place in coordinates.items():
-            if not 0 <= place < self.axes[axis]:
-                raise InvalidRequest(f"{axis}={place} is not in {self!r}; {axis} goes from 0 to {self.axes[axis] - 1}")
+        for axis, number in coordinates.items():
+            if not 0 <= number < self.axes[axis]:
+                raise InvalidRequest(f"{axis}={number} is not in {self!r}; {axis} goes from 0 to {self.axes[axis] - 1}")
         return int(self._grid[tuple((self.coordinates | coordinates).values())])
 
     def redistribute(
@@ -204,7 +204,7 @@ def _sizes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 
 def _agree(group: ProcessGroup, axes: Mapping[str, int]) -> str:
-    """Return a name for the mesh that every member has and that the group never had before; collective."""
+    """Return a name for the mesh: the same on every member, and new in the group; collective."""
     number = group.sequence
     description = json.dumps([number, list(axes.items())]).encode()
     if len(description) > _DESCRIPTION_BYTES:

@@ -78,8 +78,8 @@ class _Plan:
     def extent(self, dim: int, axis: int) -> int:
         """Return the size of a dimension on this rank before `axis` shards it, with earlier axes as in `source`."""
         size = self.shape[dim]
-        for place, group in zip(self.source[:axis], self.groups[:axis], strict=True):
-            if place.dim == dim:
+        for placement, group in zip(self.source[:axis], self.groups[:axis], strict=True):
+            if placement.dim == dim:
                 size = counts_of(size, group.world_size)[group.rank]
         return size
 
@@ -110,13 +110,13 @@ def redistribute(
     """See `Mesh.redistribute`; `axes` has the group along each axis, outermost first."""
     full = tuple(shape) if shape is not None else None
     ndim = local.dim() if full is None else len(full)
-    source, wanted = _places(axes, placements, ndim), _places(axes, target, ndim)
+    source, wanted = _placements(axes, placements, ndim), _placements(axes, target, ndim)
     groups = tuple(axes.values())
     if full is None:
         sizes = list(local.shape)
-        for place, group in zip(source, groups, strict=True):
-            if place.dim is not None:
-                sizes[place.dim] *= group.world_size
+        for placement, group in zip(source, groups, strict=True):
+            if placement.dim is not None:
+                sizes[placement.dim] *= group.world_size
         full = tuple(sizes)
     plan = _planned(groups, source, wanted, full)
     if not plan.changing:
@@ -128,7 +128,7 @@ def redistribute(
     return result
 
 
-def _places(axes: Mapping[str, ProcessGroup], given: Placements, ndim: int) -> tuple[_Placement, ...]:
+def _placements(axes: Mapping[str, ProcessGroup], given: Placements, ndim: int) -> tuple[_Placement, ...]:
     """Return the placements in the order of the axes."""
     from torch.distributed.tensor import Partial, Replicate, Shard  # takes half a second, and few programs need it
 
@@ -141,20 +141,20 @@ def _places(axes: Mapping[str, ProcessGroup], given: Placements, ndim: int) -> t
         listed = list(given)
     if len(listed) != len(axes):
         raise InvalidRequest(f"{len(listed)} placements were given; the mesh needs one for each of its axes: {names}")
-    places = []
+    converted = []
     for axis, placement in zip(axes, listed, strict=True):
         if type(placement) is Replicate:
-            places.append(_Placement())
+            converted.append(_Placement())
         elif type(placement) is Partial and placement.reduce_op in _OPS:
-            places.append(_Placement(op=_OPS[placement.reduce_op]))
+            converted.append(_Placement(op=_OPS[placement.reduce_op]))
         elif type(placement) is Shard and -ndim <= placement.dim < ndim:
-            places.append(_Placement(dim=placement.dim % ndim))
+            converted.append(_Placement(dim=placement.dim % ndim))
         else:
             raise InvalidRequest(
                 f"the placement on {axis} is {placement!r} of a tensor of {ndim} dimensions; give Shard(dim), "
                 "Replicate() or Partial() of torch.distributed.tensor"
             )
-    return tuple(places)
+    return tuple(converted)
 
 
 def _planned(
@@ -209,7 +209,7 @@ class _Redistribute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         plan: _Plan = ctx.plan
-        source, target = ([_Placement(p.dim) for p in places] for places in (plan.source, plan.target))
+        source, target = ([_Placement(p.dim) for p in placements] for placements in (plan.source, plan.target))
         for axis in plan.changing:
             if plan.source[axis].op is ReduceOp.AVERAGE:
                 grad = grad / plan.groups[axis].world_size

@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from axon_ps.errors import ConfigurationError, Misuse
 from axon_ps.ray.config import ClusterConfig
-from axon_ps.ray.placement import place
+from axon_ps.ray.placement import create_placement_group
 from axon_ps.ray.services import Services
 from axon_ps.ray.workers import WorkerRun
 from axon_ps.rpc.security import Security
@@ -73,7 +73,7 @@ class RayCluster:
             self._owns_ray = True
         try:
             bundles = [self._resources] * self.num_workers
-            self._group = place("the workers", bundles, self._placement, self._config.start_timeout_s)
+            self._group = create_placement_group("the workers", bundles, self._placement, self._config.start_timeout_s)
             self._services = Services(self._config, self.num_workers)
         except BaseException:
             self.close()

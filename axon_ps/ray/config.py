@@ -25,7 +25,7 @@ class ClusterConfig:
 
     Attributes:
         shards: shard servers.
-        job: the job's name; empty = a random one. A job of that name that is found in `state` goes on.
+        job: the job's name; empty = a random one. If `state` has a job of that name, it goes on.
         replication: how many of them hold each slice; 0 = two, if there are as many.
         min_workers: the fewest workers to continue with when some are lost.
         resources_per_shard: the resources that Ray reserves for a shard server; "CPU" is also its number of threads.
@@ -44,7 +44,7 @@ class ClusterConfig:
             in; on one host, where only its user can call them, all.
         lease_s: seconds of silence after which a member is lost.
         join_timeout_s: seconds that the job waits for lost workers when fewer than `min_workers` are left.
-        step_timeout_s: seconds that a step waits for a worker that takes no part in it.
+        step_timeout_s: seconds for which a step waits for an absent worker.
         start_timeout_s: seconds that Ray may take to place and start everything.
         security: the job's secret (empty = a random one), by which nodes on several hosts use mutual TLS; or TLS files,
             found by these paths on every node; or `insecure=True`: the network is trusted.

@@ -1,4 +1,4 @@
-"""Nodes of Ray, and placement groups: they are placed in time, or an error says what is missing.
+"""Nodes of Ray, and placement groups: they are placed in time, or an error names the missing resources.
 
 A node's name in axon_ps is its Ray node id, so that the coordinator puts a backup on another Ray node than its
 primary, and workers and servers of one node, and no others, share memory.
@@ -53,7 +53,9 @@ def nodes() -> list[RayNode]:
     return sorted(found, key=lambda node: not node.is_head)
 
 
-def place(what: str, bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> PlacementGroup:
+def create_placement_group(
+    what: str, bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float
+) -> PlacementGroup:
     """Make a placement group, and wait until Ray has placed it.
 
     Args:
@@ -131,7 +133,7 @@ def in_bundle(group: PlacementGroup, index: int, resources: Mapping[str, float])
 
 
 def on_node(node: RayNode) -> dict[str, Any]:
-    """Return the options of an actor that runs on one node only, and takes none of the resources that Ray gives out."""
+    """Return the options of an actor that runs on one node only, and takes none of Ray's resources."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
 
 

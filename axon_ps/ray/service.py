@@ -55,12 +55,12 @@ class ServiceConfig:
 
     Attributes:
         host: address to listen on.
-        ip: address of the node whose loopback that is; empty = it is not loopback.
+        ip: address of the node of that loopback; empty = it is not loopback.
         security: TLS and token.
         plugins: modules to import.
         log_level: the lowest level that is logged.
-        roots: the directories in which checkpoints are opened; empty = see `places`.
-        places: directories of the configuration: they and the actor's own are the roots, unless `host` is loopback.
+        roots: the directories in which checkpoints are opened; empty = see `directories`.
+        directories: those of the configuration: they and the actor's own are the roots, unless `host` is loopback.
     """
 
     host: str
@@ -69,7 +69,7 @@ class ServiceConfig:
     plugins: tuple[str, ...] = ()
     log_level: str = "WARNING"
     roots: tuple[str, ...] = ()
-    places: tuple[str, ...] = ()
+    directories: tuple[str, ...] = ()
 
 
 class ServiceActor(ABC):
@@ -144,7 +144,8 @@ class ServiceActor(ABC):
             )
         plugins.load(self._config.plugins)
         private = is_private(self._config.host, token=True)
-        roots.allow_roots(self._config.roots or roots.default_roots(private=private, configured=self._config.places))
+        default = roots.default_roots(private=private, configured=self._config.directories)
+        roots.allow_roots(self._config.roots or default)
         await self._serve(self._on_ready, self._stop)
         if not self._stop.is_set():
             raise Broken(f"the {self._name} ended by itself")

@@ -20,7 +20,7 @@ from ray.util.placement_group import remove_placement_group
 
 from axon_ps.errors import Timeout
 from axon_ps.ray.config import ClusterConfig
-from axon_ps.ray.placement import RayNode, in_bundle, nodes, on_node, place, release_with
+from axon_ps.ray.placement import RayNode, create_placement_group, in_bundle, nodes, on_node, release_with
 from axon_ps.ray.service import STOP_S, CoordinatorActor, ServiceConfig, ShardActor
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.deadlines import Deadline
@@ -57,7 +57,7 @@ class Services:
         self.shards: list[Any] = []
         deadline = Deadline(config.start_timeout_s)
         bundles = [config.resources_per_shard] * config.shards
-        self._group = place("the shard servers", bundles, config.placement, deadline.remaining())
+        self._group = create_placement_group("the shard servers", bundles, config.placement, deadline.remaining())
         try:
             present = nodes()
             service = self._service(present)
@@ -97,18 +97,18 @@ class Services:
             plugins=config.plugins,
             log_level=config.log_level,
             roots=config.checkpoint_roots,
-            places=(*filter(None, (config.checkpoint_dir, config.resume)), os.getcwd()),
+            directories=(*filter(None, (config.checkpoint_dir, config.resume)), os.getcwd()),
         )
 
     def _start_coordinators(
         self, present: list[RayNode], service: ServiceConfig, world_size: int, deadline: Deadline
     ) -> None:
-        config, places = self.config, [present[i % len(present)] for i in range(self.config.coordinators)]
+        config, chosen = self.config, [present[i % len(present)] for i in range(self.config.coordinators)]
         job = config.coordinator(world_size)
-        for place_ in places:
-            actor = ray.remote(CoordinatorActor).options(**on_node(place_), max_restarts=-1)
+        for node in chosen:
+            actor = ray.remote(CoordinatorActor).options(**on_node(node), max_restarts=-1)
             self.coordinators.append(actor.remote(job, service, secrets.token_hex(8), config.state))
-        hosts = [place_.ip if not service.ip else LOOPBACK for place_ in places]
+        hosts = [node.ip if not service.ip else LOOPBACK for node in chosen]
         ports = _ports("coordinator", self.coordinators, deadline)
         self.address = ",".join(join_address(host, port) for host, port in zip(hosts, ports, strict=True))
 

@@ -95,7 +95,7 @@ class AxonBackend(_TorchBackend):
         self._services: Services | None = None
 
     def on_start(self, worker_group: Any, backend_config: AxonConfig) -> None:
-        """Prepare all workers, or, where Ray Train has replaced some, those."""
+        """Prepare all workers; if Ray Train has replaced some, prepare only these."""
         if self._services is None:
             self._services = Services(backend_config.cluster)
         self._prepare_all(worker_group, self._services, elastic=backend_config.elastic)
@@ -126,7 +126,7 @@ class ElasticAxonBackend(AxonBackend):
         self._group: PlacementGroup | None = None
 
     def on_start(self, worker_group: Any, backend_config: AxonConfig) -> None:
-        """Prepare all workers, or, where Ray Train has replaced some, those."""
+        """Prepare all workers; if Ray Train has replaced some, prepare only these."""
         super().on_start(worker_group, backend_config)
         if _is_complete(worker_group):
             self._group = worker_group.get_worker_group_state().placement_group_handle.placement_group
@@ -173,7 +173,7 @@ def _is_complete(worker_group: Any) -> bool:
 
 
 def _prepare(environment: Mapping[str, str]) -> None:
-    """In a worker: set the variables of the job, and register the backend with torch.distributed."""
+    """Set the variables of the job in a worker, and register the backend with torch.distributed."""
     set_environment(environment)
     importlib.import_module("axon_ps.parallel")
 

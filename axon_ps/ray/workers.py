@@ -84,7 +84,7 @@ class WorkerActor:
 
 
 @dataclass
-class _Place:
+class _Worker:
     """One worker: its actor, its calls, and the deaths of its process.
 
     Attributes:
@@ -108,7 +108,7 @@ class _Place:
         self.call = self.actor.run.remote(*self.arguments)
 
     def ask(self) -> None:
-        """Take a reply of its process, if there is one, and ask again; call the function where it is not running."""
+        """Take a reply of its process, if there is one, and ask again; call the function if it is not running."""
         if self.ping is not None and ray.wait([self.ping], timeout=0)[0]:
             reply, self.ping = self.ping, None
             with contextlib.suppress(RayActorError):
@@ -142,7 +142,7 @@ class WorkerRun:
             actor.options(**in_bundle(group, rank, resources), **options).remote() for rank in range(num_workers)
         ]
         self._max_restarts = max_restarts
-        self._running: dict[int, _Place] = {}
+        self._running: dict[int, _Worker] = {}
         self._results: list[object] = [None] * num_workers
         self._finished = 0
 
@@ -155,7 +155,7 @@ class WorkerRun:
     ) -> None:
         """Call the function in all of them, each with its rank in its environment."""
         for rank, actor in enumerate(self.actors):
-            self._running[rank] = _Place(actor, ({**environment, "RANK": str(rank)}, function, args, kwargs))
+            self._running[rank] = _Worker(actor, ({**environment, "RANK": str(rank)}, function, args, kwargs))
             self._running[rank].start()
 
     def results(self, *, absent_s: float, grace_s: float) -> list[object]:
@@ -170,13 +170,13 @@ class WorkerRun:
             Busy: Ray could not start any again.
         """
         while self._running:
-            calls = {place.call: rank for rank, place in self._running.items() if place.call is not None}
+            calls = {worker.call: rank for rank, worker in self._running.items() if worker.call is not None}
             if not calls:  # all have died
                 time.sleep(POLL_S)
             for call in ray.wait(list(calls), num_returns=1, timeout=POLL_S)[0] if calls else ():
                 self._take(calls[call])
-            for place in self._running.values():
-                place.ask()
+            for worker in self._running.values():
+                worker.ask()
             self._check_alive(grace_s if self._finished else absent_s)
         return self._results
 
@@ -188,15 +188,15 @@ class WorkerRun:
         self._running.clear()
 
     def _take(self, rank: int) -> None:
-        place = self._running[rank]
+        worker = self._running[rank]
         try:
-            self._results[rank] = ray.get(place.call, timeout=POLL_S)
+            self._results[rank] = ray.get(worker.call, timeout=POLL_S)
         except RayTaskError as error:
             raise Broken(f"worker {rank} raised {type(error.cause).__name__}:\n{error}") from error.cause
         except RayActorError as error:
-            place.call, place.deaths = None, place.deaths + 1
-            if 0 <= self._max_restarts < place.deaths:
-                raise Broken(f"worker {rank} died after {place.deaths - 1} restarts: {error}") from error
+            worker.call, worker.deaths = None, worker.deaths + 1
+            if 0 <= self._max_restarts < worker.deaths:
+                raise Broken(f"worker {rank} died after {worker.deaths - 1} restarts: {error}") from error
             _logger.warning("worker %d died; it joins again as soon as Ray has started it", rank)
         else:
             del self._running[rank]
@@ -204,7 +204,7 @@ class WorkerRun:
 
     def _check_alive(self, limit_s: float) -> None:
         """Raise, or be done, when no worker that is needed has replied for `limit_s` seconds."""
-        if not self._running or time.monotonic() - max(place.seen_s for place in self._running.values()) < limit_s:
+        if not self._running or time.monotonic() - max(worker.seen_s for worker in self._running.values()) < limit_s:
             return
         ranks = ", ".join(map(str, self._running))
         if not self._finished:

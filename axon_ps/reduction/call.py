@@ -71,7 +71,7 @@ class Call:
         return Call(sequence=sequence, operation=Operation.REFUSAL, reason=f"refused {what}: {why}"[:REASON_CHARS])
 
     def __str__(self) -> str:
-        """ "all_reduce(sum) of 12 f32", "broadcast of 3 i64 from rank 1": for error messages."""
+        """Return text for error messages: "all_reduce(sum) of 12 f32", "broadcast of 3 i64 from rank 1"."""
         text = self.operation.value + (f"({self.op.value})" if self.op is not None else "")
         if self.operation is Operation.BARRIER:
             return text
@@ -94,7 +94,7 @@ class Call:
 
 
 def disagreement(calls: Mapping[int, str], what: str) -> Disagreement:
-    """The error for ranks that asked for different things.
+    """Return the error for ranks that asked for different things.
 
     Args:
         calls: the call of each rank as text (`str(call)`), by world rank.

@@ -62,7 +62,7 @@ def check(op: ReduceOp, dtype: DType) -> None:
 
 
 def accumulator_dtype(dtype: DType) -> np.dtype[Any]:
-    """The numpy dtype in which `dtype` is combined: f32 for bf16 and f16, f32[256] for blocks, else its own."""
+    """Return the numpy dtype in which `dtype` is combined: f32 for bf16 and f16, f32[256] for blocks, else its own."""
     if dtype is DType.INT8_BLOCK:
         return _BLOCK_OF_F32
     return _F32 if dtype in _HALVES else dtype.numpy
@@ -149,14 +149,14 @@ def _reduce_block(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DTy
 
 
 def _int8_block() -> Any:
-    """The compiled loops for blocks of int8, imported late as in `_cast`."""
+    """Return the compiled loops for blocks of int8, imported late as in `_cast`."""
     from axon_ps.compress import int8_block
 
     return int8_block
 
 
 def _cast() -> Any:
-    """The compiled casts; loading numba takes a while, and only bf16 and f16 need it."""
+    """Return the compiled casts; loading numba takes a while, and only bf16 and f16 need it."""
     from axon_ps.compress import cast
 
     return cast

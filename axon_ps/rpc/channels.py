@@ -160,7 +160,8 @@ def connect(
 
 
 def proves_the_secret(channel: Channel) -> bool:
-    """Return True if a channel's certificate proves that this process has the job's secret, which then is not sent."""
+    """Return True if a channel's certificate proves that this process has the job's secret; the secret is not sent
+    then."""
     return channel in _by_secret
 
 

@@ -337,7 +337,7 @@ def _host_of(url: str) -> str:
 
 
 def _names_a_machine(host: str, own: str) -> bool:
-    """Return True if a `Host` header has an address, "localhost" or the name that is bound: a stranger owns none."""
+    """Return True if a `Host` header has an address, "localhost" or the bound name: a stranger cannot own any."""
     try:
         name = (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:

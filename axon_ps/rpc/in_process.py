@@ -359,7 +359,7 @@ class _Call:
         return _known(self._ended().details)
 
     def trailing_metadata(self) -> Awaitable[tuple[tuple[str, str | bytes], ...]]:
-        """Return the metadata that came with the status of a call that has ended."""
+        """Return the metadata of the status of an ended call."""
         return _known(self._ended().trailing)
 
     def _ended(self) -> _Status:

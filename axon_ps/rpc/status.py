@@ -177,24 +177,24 @@ def error_of_status(
         timeout_s: the deadline that was given, for the message.
     """
     peer, details = peer or "the peer", printable(details, lines=True)
-    place = f"{method or 'a call'} at {peer}"
+    target = f"{method or 'a call'} at {peer}"
     if (detail := _detail(trailing or ())) is not None:
         raised = error_from_detail(detail)
-        raised.add_note(f"raised by {place}")
+        raised.add_note(f"raised by {target}")
         return raised
     lower = details.lower()
     if code is _Code.UNAVAILABLE and not answered and any(w in lower for w in _CONNECTING):
         return _not_connected(peer, details)
     if code is _Code.DEADLINE_EXCEEDED:
         within = "in time" if timeout_s is None else f"within {timeout_s:g} s"
-        return errors.Timeout(f"{place} did not answer {within}")
+        return errors.Timeout(f"{target} did not answer {within}")
     if code is _Code.RESOURCE_EXHAUSTED and "larger than max" in lower:
-        return errors.InvalidRequest(f"{place}: a message is too large ({details})")
+        return errors.InvalidRequest(f"{target}: a message is too large ({details})")
     if code is _Code.UNIMPLEMENTED:
-        return errors.ConfigurationError(f"{place} is not offered there: wrong service or version? ({details})")
+        return errors.ConfigurationError(f"{target} is not offered there: wrong service or version? ({details})")
     if code in (_Code.UNAVAILABLE, _Code.CANCELLED) or any(w in lower for w in _BROKEN):
-        return errors.Broken(f"the connection broke during {place} ({details})")
-    return ERROR_OF.get(code, InternalError)(f"{place} failed: {details or code.name}")
+        return errors.Broken(f"the connection broke during {target} ({details})")
+    return ERROR_OF.get(code, InternalError)(f"{target} failed: {details or code.name}")
 
 
 def _not_connected(peer: str, details: str) -> AxonError:

@@ -1,9 +1,9 @@
 """A client's end of a streaming call: a wrapper of gRPC's call that raises our errors.
 
 Note: [Whose cancellation]
-    gRPC raises `asyncio.CancelledError` in every task that awaits a call that was cancelled locally, also when another
-    task called `cancel()`. A task that was not cancelled itself must not get it, so it becomes `Closed` here. A task
-    that is cancelled while it waits on a call cancels the call.
+    If a call was cancelled locally, gRPC raises `asyncio.CancelledError` in every task that awaits it, also when
+    another task called `cancel()`. A task that was not cancelled itself must not get it, so it becomes `Closed` here. A
+    task that is cancelled while it waits on a call cancels the call.
 
 Note: [Why a write failed]
     When the peer ends a call under a write, gRPC's `write` overwrites the status that the peer sent with its own
@@ -30,7 +30,7 @@ from axon_ps.host import fork
 from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, error_of_status
 
-Place = Callable[[memoryview, int], tuple[int, memoryview] | None]
+Destination = Callable[[memoryview, int], tuple[int, memoryview] | None]
 """Gets a message's first bytes and its size; returns the offset at which its end begins, and the memory for that.
 
 None = any memory.
@@ -84,11 +84,11 @@ class Stream:
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
-    async def read(self, place: Place | None = None) -> Any:
+    async def read(self, destination: Destination | None = None) -> Any:
         """Return the next message, or `EOF` once the peer has ended the call without an error.
 
         Args:
-            place: returns the destination of a large message, or of its end; then only the bytes before that are
+            destination: returns the destination of a large message, or of its end; then only the bytes before that are
                 returned. It may not be called at all.
 
         Raises:
@@ -97,7 +97,7 @@ class Stream:
         """
         try:
             if self._is_bulk:
-                message = await self._call.read(place)
+                message = await self._call.read(destination)
             else:
                 message = await Shielded(self._call.read(), self._call.cancel)
         except grpc.aio.AioRpcError as error:
@@ -107,7 +107,7 @@ class Stream:
         self._answered = True
         if isinstance(message, DecodeError):
             self.cancel()
-            raise Broken(f"{self.place} sent a message that cannot be parsed: {message}")
+            raise Broken(f"{self.target} sent a message that cannot be parsed: {message}")
         return message
 
     async def write(self, message: Any) -> None:
@@ -177,7 +177,7 @@ class Stream:
         return self._is_current()
 
     @property
-    def place(self) -> str:
+    def target(self) -> str:
         """The method and the address, for errors."""
         return f"{self._method} at {self._peer}"
 
@@ -187,7 +187,7 @@ class Stream:
 
     async def _check_writable(self) -> None:
         if self._half_closed:
-            raise Closed(f"{self.place} was half-closed; nothing more can be written to it")
+            raise Closed(f"{self.target} was half-closed; nothing more can be written to it")
         if self._call.done():
             raise await self._ended()
 
@@ -212,7 +212,7 @@ class Stream:
             return self._closed()
         code, details = await self._call.code(), await self._call.details()
         if code is grpc.StatusCode.OK:
-            return Closed(f"{self.place} was ended by the peer; nothing more can be written to it")
+            return Closed(f"{self.target} was ended by the peer; nothing more can be written to it")
         trailing = await self._call.trailing_metadata()
         return error_of_status(
             code, details, trailing, self._peer, self._method, answered=self._answered, timeout_s=self._timeout_s
@@ -223,7 +223,7 @@ class Stream:
         return asyncio.CancelledError() if task_is_cancelled() else self._closed()
 
     def _closed(self) -> Closed:
-        return Closed(f"{self.place} was cancelled by this side")
+        return Closed(f"{self.target} was cancelled by this side")
 
     def _error_of(self, error: grpc.aio.AioRpcError) -> AxonError:
         return error_of(error, self._peer, self._method, answered=self._answered, timeout_s=self._timeout_s)

@@ -33,7 +33,7 @@ class Poolable(Protocol):
         """End it, and the call under way on it: every task that waits gets `Closed`."""
 
     @property
-    def place(self) -> str:
+    def target(self) -> str:
         """The method and the address, for errors."""
 
 
@@ -116,7 +116,7 @@ class Acquired(Generic[T]):
             return
         self._stream.cancel()
         if isinstance(error, Closed) and self._deadline.expired:
-            raise Timeout(f"{self._stream.place} did not answer within {self._deadline.timeout_s:g} s") from None
+            raise Timeout(f"{self._stream.target} did not answer within {self._deadline.timeout_s:g} s") from None
 
 
 class IdleStreams:

@@ -64,7 +64,7 @@ def compile_missing(notify: Callable[[str], None]) -> None:
 
 
 def compilations() -> list[Callable[[], None]]:
-    """Functions that together compile all loops, in any order, each in any process; the slowest come first."""
+    """Return functions that together compile all loops, in any order, each in any process; the slowest come first."""
     from axon_ps.compress import cast, int8_block, registry
     from axon_ps.kernels import digest, stream_copy
     from axon_ps.optim import registry as optimizers
@@ -89,10 +89,10 @@ def main() -> None:
     """Compile everything in as many processes as there are cores, and record that it is done."""
     from axon_ps.kernels.compiled import locked, sources_hash
 
-    place = loop_cache.folder()
-    if place is None:
+    directory = loop_cache.folder()
+    if directory is None:
         return
-    with locked(place / f"{loop_cache.record_name()}.lock"):  # a process that waits for it finds everything compiled
+    with locked(directory / f"{loop_cache.record_name()}.lock"):  # a process that waits finds everything compiled
         if loop_cache.is_complete():
             return
         processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
@@ -100,7 +100,7 @@ def main() -> None:
         fork = multiprocessing.get_context("fork")
         with concurrent.futures.ProcessPoolExecutor(processes, mp_context=fork) as pool:
             list(pool.map(_compile, numbers))
-        loop_cache.record(place, sources_hash(Path(kernels.__file__).parent))
+        loop_cache.record(directory, sources_hash(Path(kernels.__file__).parent))
 
 
 def _compile(number: int) -> None:

@@ -53,7 +53,7 @@ class JobSpec:
         return {}
 
     def plan(self, num_servers: int) -> Plan:
-        """The plan over `num_servers` shard servers (computed once)."""
+        """Return the plan over `num_servers` shard servers (computed once)."""
         if num_servers not in self._plans:
             self._plans[num_servers] = make_plan(self.layout, num_servers, self.options)
         return self._plans[num_servers]
@@ -69,7 +69,7 @@ class JobSpec:
         return []
 
     def is_cut_like(self, other: JobSpec) -> bool:
-        """True if `cut_difference` is empty (computed once for each other spec)."""
+        """Return True if `cut_difference` is empty (computed once for each other spec)."""
         if id(other) not in self._alike:
             self._alike[id(other)] = other, not self.cut_difference(other)
         return self._alike[id(other)][1]
@@ -79,7 +79,7 @@ class JobSpec:
         return {}
 
     def cut_difference(self, other: JobSpec) -> str:
-        """The reason, in words, why each server cannot copy another model's values to this one; empty when it can.
+        """Return the reason, in words, why servers cannot copy another model's values to this one; empty if they can.
 
         It can if each server has the same elements of both models: units hold the same parameters and are cut alike.
         """
@@ -100,7 +100,7 @@ class JobSpec:
         return ""
 
     def difference(self, job: JobSpec) -> str:
-        """The first difference of this spec from the job's, in words; empty when they are equal."""
+        """Return the first difference of this spec from the job's, in words; empty when they are equal."""
         if difference := first_difference(self.layout, job.layout):
             return difference
         for what, ours, theirs in (

@@ -97,7 +97,7 @@ class Layout:
                 raise InvalidRequest(f"unit {unit.name!r} has no parameters; leave it out of the layout")
 
     def name_of(self, unit: int) -> str:
-        """The unit's name for messages, or its number if it has no name, as the root."""
+        """Return the unit's name for messages, or its number if it has no name, as the root."""
         known = 0 <= unit < len(self.units)
         return (self.units[unit].name if known else "") or f"unit {unit}"
 
@@ -112,7 +112,7 @@ class Layout:
         return sum(u.numel for u in self.units if u.trainable)
 
     def parameters(self) -> Iterator[tuple[int, Parameter]]:
-        """Every parameter with the index of its unit, in layout order; `OptimizerSpec.group_of` follows this order."""
+        """Yield every parameter with its unit's index, in layout order; `OptimizerSpec.group_of` follows this order."""
         for i, unit in enumerate(self.units):
             for p in unit.parameters:
                 yield i, p
@@ -124,7 +124,7 @@ class Layout:
 
 
 def build_unit(name: str, parameters: Sequence[tuple[str, tuple[int, ...], DType]], *, trainable: bool = True) -> Unit:
-    """A unit with its parameters packed in the order given.
+    """Return a unit with its parameters packed in the order given.
 
     Args:
         name: the unit's name.
@@ -140,7 +140,7 @@ def build_unit(name: str, parameters: Sequence[tuple[str, tuple[int, ...], DType
 
 
 def first_difference(ours: Layout, theirs: Layout) -> str:
-    """The first difference of two layouts, in words; empty when they are equal."""
+    """Return the first difference of two layouts, in words; empty when they are equal."""
     for i, (a, b) in enumerate(zip(ours.units, theirs.units, strict=False)):
         if a.name != b.name:
             return f"unit {i} is called {a.name!r} here and {b.name!r} in the job"

@@ -22,7 +22,7 @@ _F32_BYTES: Final = 4
 
 
 def slice_bytes(spec: JobSpec, moments: int, num_cuts: int, *, replicas: int = 1) -> tuple[int, ...]:
-    """Bytes that each slice of a model takes on a server that holds it, by number.
+    """Return the bytes that each slice of a model takes on a server that holds it, by number.
 
     Args:
         spec: layout, dtypes and policy.
@@ -46,13 +46,13 @@ def slice_bytes(spec: JobSpec, moments: int, num_cuts: int, *, replicas: int = 1
 
 
 def slice_sizes(spec: JobSpec, optimizer: OptimizerSpec | None, num_cuts: int, replicas: int = 1) -> tuple[int, ...]:
-    """Bytes that each slice of a model takes on a server that holds it, by number."""
+    """Return the bytes that each slice of a model takes on a server that holds it, by number."""
     moments = 0 if optimizer is None else len(create(optimizer.name).state_names(optimizer.groups))
     return slice_bytes(spec, moments, num_cuts, replicas=replicas)
 
 
 def placed_bytes(placement: Placement, sizes: Sequence[int]) -> Counter[int]:
-    """The bytes of a model on each server that holds some of it, by rank.
+    """Return the bytes of a model on each server that holds some of it, by rank.
 
     Args:
         placement: the holders of its slices.

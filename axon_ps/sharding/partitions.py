@@ -22,7 +22,7 @@ _EXTRA_FRACTION = 8
 
 
 def partition_bounds(slices: Sequence[Slice], chunk_numel: int, count: int) -> tuple[int, ...]:
-    """The boundaries of the partitions of a unit: count + 1 numbers.
+    """Return the boundaries of the partitions of a unit: count + 1 numbers.
 
     Args:
         slices: slices of the unit, ascending.

@@ -129,7 +129,7 @@ class Placement:
         return sum(self.counts[h] for h in few)
 
     def slices_of(self, rank: int) -> tuple[int, ...]:
-        """The slices that a server holds or is receiving."""
+        """Return the slices that a server holds or is receiving."""
         theirs = {h for h in self.counts if rank in h.servers}
         return tuple(i for i, h in enumerate(self.holders) if h in theirs)
 
@@ -189,7 +189,7 @@ class Placement:
         return self.changed(after)
 
 
-def place(plan: Plan, servers: Sequence[Server], replication: int, number: int = 1) -> Placement:
+def new_placement(plan: Plan, servers: Sequence[Server], replication: int, number: int = 1) -> Placement:
     """Place the slices of a new or restored model.
 
     Args:
@@ -207,13 +207,13 @@ def place(plan: Plan, servers: Sequence[Server], replication: int, number: int =
     ranks = plan.placed.get(key)
     if ranks is None:
         plan.placed.clear()
-        ranks = plan.placed[key] = tuple(_place(plan, servers, min(replication, len(servers))))
+        ranks = plan.placed[key] = tuple(_assign(plan, servers, min(replication, len(servers))))
     made = {each: Holders(each) for each in set(ranks)}
     return Placement(tuple([made[each] for each in ranks]), plan.num_servers, number, replication)
 
 
-def _place(plan: Plan, servers: Sequence[Server], copies: int) -> Iterator[tuple[int, ...]]:
-    """The ranks of the holders of each slice, the primary first."""
+def _assign(plan: Plan, servers: Sequence[Server], copies: int) -> Iterator[tuple[int, ...]]:
+    """Return the ranks of the holders of each slice, the primary first."""
     slices = [(s.numel, [servers[s.server % len(servers)]]) for s in plan.numbered]
     load: Counter[int] = Counter()
     for numel, (primary,) in slices:
@@ -234,7 +234,7 @@ def choose_backup(
     load: Counter[int],
     between: Counter[tuple[int, int]],
 ) -> Server:
-    """The server for another copy of a slice. See Note: [Declustered backups].
+    """Return the server for another copy of a slice. See Note: [Declustered backups].
 
     Args:
         holders: servers that hold it, the primary first; empty if the copy is to become the primary.

@@ -46,7 +46,7 @@ class Slice:
         return self.end - self.begin
 
     def chunks(self, chunk_numel: int) -> Iterator[tuple[int, int]]:
-        """The (begin, end) of each chunk, as offsets in the unit."""
+        """Yield the (begin, end) of each chunk, as offsets in the unit."""
         for begin in range(self.begin, self.end, chunk_numel):
             yield begin, min(begin + chunk_numel, self.end)
 
@@ -71,7 +71,7 @@ class PlanOptions:
 
 
 def default_options(precision: WirePrecision) -> PlanOptions:
-    """The options of a job that names none: chunks of 512 KiB to 1 MiB on the wire.
+    """Return the options of a job that names none: chunks of 512 KiB to 1 MiB on the wire.
 
     `partitions.even_options` then fits them to the job's layout.
 
@@ -112,7 +112,7 @@ class Plan:
 
     @cached_property
     def placed(self) -> dict[tuple[object, ...], tuple[tuple[int, ...], ...]]:
-        """A cache: the last result of `placement.place`, the ranks of each slice's holders, by its arguments."""
+        """The last result of `placement.new_placement` by its arguments, as a cache: the ranks of holders by slice."""
         return {}
 
     @cached_property
@@ -121,7 +121,7 @@ class Plan:
         return tuple(accumulate((len(unit) for unit in self.slices), initial=0))
 
     def number_of(self, s: Slice) -> int:
-        """The number of a slice of this plan."""
+        """Return the number of a slice of this plan."""
         return self.first_of[s.unit] + bisect_right(self.ends_of[s.unit], s.begin)
 
     @cached_property
@@ -130,7 +130,7 @@ class Plan:
         return tuple(tuple(s.end for s in unit) for unit in self.slices)
 
     def slice_of(self, unit: int, server: int) -> Slice | None:
-        """The slice of `unit` that `server` owns, if it owns one."""
+        """Return the slice of `unit` that `server` owns, if it owns one."""
         return next((s for s in self.slices[unit] if s.server == server), None)
 
 
@@ -155,12 +155,12 @@ def make_plan(layout: Layout, num_servers: int, options: PlanOptions | None = No
 
 
 def num_slices(layout: Layout, num_servers: int, options: PlanOptions) -> int:
-    """The number of slices of a plan, without making it."""
+    """Return the number of slices of a plan, without making it."""
     return sum(_count(unit.numel, num_servers, options) for unit in layout.units)
 
 
 def _count(numel: int, num_servers: int, options: PlanOptions) -> int:
-    """The number of servers that a unit is cut over."""
+    """Return the number of servers that a unit is cut over."""
     return max(1, min(num_servers, numel // options.min_slice_numel))
 
 
@@ -186,7 +186,7 @@ class Move:
 
 
 def moves_into(target: Slice, new: Layout, old: Layout) -> tuple[Move, ...]:
-    """The moves that fill `target`, a slice under the layout `new`, from data in the layout `old`.
+    """Return the moves that fill `target`, a slice under the layout `new`, from data in the layout `old`.
 
     Parameters are matched by name, so the model may have been wrapped into other units. Neighbouring moves are joined.
 

@@ -40,7 +40,7 @@ class Policy:
 
     @property
     def most_behind(self) -> int | None:
-        """The most clocks that the slowest replica may be behind a replica that goes on; None = any number."""
+        """The most clocks by which the slowest replica may be behind another that goes on; None = any number."""
         return None
 
     @property

@@ -268,7 +268,7 @@ def check_size(store: FileStore, entry: FileEntry) -> None:
 
 @contextlib.contextmanager
 def sized(store: FileStore, entry: FileEntry) -> Iterator[OpenFile]:
-    """Open a file, which must have the size that its manifest says.
+    """Open a file. It must have the size given by its manifest.
 
     Raises:
         CheckpointCorrupt: it is missing, or of another size.

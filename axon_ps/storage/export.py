@@ -37,7 +37,7 @@ def export_model(
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
         target: the file to write, a path or "scheme://..."; replaced if it exists.
         dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
-        model: name of the model, where the checkpoint has several.
+        model: name of the model, if the checkpoint has several.
         work: gets the bytes to read and to write, and the bytes that were read and written.
 
     Returns:

@@ -1,6 +1,6 @@
 """A checkpoint as a Hugging Face directory: safetensors files, their index, config and tokenizer beside them.
 
-The file that names the others is written last: `model.safetensors.index.json`, where there are several. So an
+The file that names the others is written last: `model.safetensors.index.json`, if there are several. So an
 incomplete directory is not loaded. Values are read and written a few MiB at a time.
 """
 
@@ -50,7 +50,7 @@ def export_directory(
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
         target: the directory, a path or "scheme://..."; its weights are replaced.
         dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
-        model: name of the model, where the checkpoint has several.
+        model: name of the model, if the checkpoint has several.
         like: a directory of the same model, whose config, tokenizer and the like are copied; None = none are.
         prefix: only parameters whose names begin with it are written, and without it: "gpt2." of a LightningModule that
             has the transformers model as its `gpt2`.

@@ -286,7 +286,7 @@ def read_manifest(uri: str) -> Manifest:
 
 
 def newest(uri: str, damaged: Callable[[str, AxonError], None] | None = None) -> Manifest | None:
-    """Return the last of `list_checkpoints`; None where there is none.
+    """Return the last of `list_checkpoints`; None if there is none.
 
     Args:
         uri: a checkpoint, or a directory of them.
@@ -330,7 +330,7 @@ def log_damaged(uri: str, error: AxonError) -> None:
 def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] = log_damaged) -> list[Manifest]:
     """Return the complete checkpoints at `uri` and in its directories, oldest first.
 
-    Those with a damaged manifest are left out. They are ordered by version; where there are several models, by the sum
+    Those with a damaged manifest are left out. They are ordered by version; if there are several models, by the sum
     of their versions.
 
     Args:

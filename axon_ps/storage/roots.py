@@ -33,7 +33,7 @@ def allow_roots(roots: Sequence[str] | None) -> None:
         roots: the directories; empty = nothing is opened, None = every path and every object store.
     """
     global _roots
-    _roots = None if roots is None else tuple(place_of(root) for root in roots)
+    _roots = None if roots is None else tuple(location_of(root) for root in roots)
 
 
 def default_roots(*, private: bool, configured: Iterable[str]) -> list[str] | None:
@@ -44,13 +44,13 @@ def default_roots(*, private: bool, configured: Iterable[str]) -> list[str] | No
         configured: the directories that its configuration names: for the job's checkpoints, and to resume from.
 
     Returns:
-        None for a private service. Else the configured directories, and the directory that it was started in (unless
-        that is the root of the file system), so that scripts may save to `checkpoints/run-1`.
+        None for a private service. Else the configured directories, and the process's first working directory (unless
+        it is the root of the file system), so that scripts may save to `checkpoints/run-1`.
     """
     if private:
         return None
     here = os.path.realpath(os.curdir)
-    return [*(place for place in configured if place), *([here] if here != os.path.realpath(os.sep) else [])]
+    return [*filter(None, configured), *([here] if here != os.path.realpath(os.sep) else [])]
 
 
 def roots_of_children(*, private: bool, configured: Iterable[str]) -> dict[str, str]:
@@ -65,7 +65,7 @@ def restricted() -> bool:
 
 
 def check_allowed(uri: str) -> None:
-    """Refuse a place that this process may not open.
+    """Refuse a location that this process may not open.
 
     Raises:
         ConfigurationError: it has another scheme than allowed, or lies in no root.
@@ -80,7 +80,7 @@ def check_allowed(uri: str) -> None:
             f"{uri} is not opened: a checkpoint is at a path or an URI of {', '.join(sorted(SCHEMES))}; "
             "AXON_PS_CHECKPOINT_ROOTS can allow others"
         )
-    _check_place(uri, place_of(uri))
+    _check_location(uri, location_of(uri))
 
 
 def check_opened(descriptor: int, uri: str) -> None:
@@ -90,22 +90,22 @@ def check_opened(descriptor: int, uri: str) -> None:
         ConfigurationError: it lies in no root.
     """
     if _roots is not None:
-        _check_place(uri, os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        _check_location(uri, os.path.realpath(f"/proc/self/fd/{descriptor}"))
 
 
-def _check_place(uri: str, place: str) -> None:
-    if _roots is not None and not any(is_in(place, root) for root in _roots):
+def _check_location(uri: str, location: str) -> None:
+    if _roots is not None and not any(is_in(location, root) for root in _roots):
         allowed = f"only in {', '.join(_roots)}" if _roots else "nowhere"
         raise ConfigurationError(f"{uri} is not opened: this process opens checkpoints {allowed}; {_HOW}")
 
 
-def is_in(place: str, root: str) -> bool:
-    """Return True if a place is the root, or lies in it."""
-    return place == root or place.startswith(root.rstrip("/") + "/")
+def is_in(location: str, root: str) -> bool:
+    """Return True if a location is the root, or lies in it."""
+    return location == root or location.startswith(root.rstrip("/") + "/")
 
 
-def place_of(uri: str) -> str:
-    """Return a place in its only spelling: a real path, or a URI that does not lead out of its directory.
+def location_of(uri: str) -> str:
+    """Return a location in its only spelling: a real path, or a URI that does not lead out of its directory.
 
     Raises:
         InvalidRequest: the URI leads out.

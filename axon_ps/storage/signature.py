@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from axon_ps.errors import CheckpointError, ConfigurationError
-from axon_ps.storage.roots import is_in, place_of
+from axon_ps.storage.roots import is_in, location_of
 
 MIN_SECRET_BYTES: Final = 32
 _PURPOSE: Final = b"axon_ps checkpoint manifest"
@@ -81,7 +81,7 @@ def use_key(key: ManifestKey | None, trusted: Sequence[str] = ()) -> None:
         trusted: checkpoints, or directories of checkpoints, that are loaded with any signature, or with none.
     """
     global _key, _trusted
-    _key, _trusted = key, tuple(place_of(uri) for uri in trusted)
+    _key, _trusted = key, tuple(location_of(uri) for uri in trusted)
 
 
 def key_in_use() -> ManifestKey | None:
@@ -102,7 +102,7 @@ def check_signature(uri: str, digest: str, signature: str) -> None:
     """
     if _key is None or (signature and _key.signed(digest, signature)):
         return
-    if any(is_in(place_of(uri), place) for place in _trusted):
+    if any(is_in(location_of(uri), location) for location in _trusted):
         _logger.warning("%s is not signed with this job's key, and is loaded because --trust-checkpoint names it", uri)
         return
     what = "is signed with another key than this job's" if signature else "is not signed, and this job has a key"

@@ -80,10 +80,10 @@ class WriterThread:
         while len(view):
             if self._open is None:
                 self._open, self._used = self._block(), 0
-            room = min(len(view), BLOCK_BYTES - self._used)
-            self._open[self._used : self._used + room] = view[:room]
-            self._used += room
-            view = view[room:]
+            count = min(len(view), BLOCK_BYTES - self._used)
+            self._open[self._used : self._used + count] = view[:count]
+            self._used += count
+            view = view[count:]
             if self._used == BLOCK_BYTES:
                 self._hand_over()
 

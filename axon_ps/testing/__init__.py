@@ -1,4 +1,4 @@
-"""Testing programs that use axon_ps: real processes on this machine, or workers in threads."""
+"""Test programs that use axon_ps, on real processes of this machine, or with workers in threads."""
 
 from axon_ps.testing.cluster import LocalCluster
 from axon_ps.testing.threads import run_threads

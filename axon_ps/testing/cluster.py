@@ -1,8 +1,8 @@
 """`LocalCluster`: a coordinator and shard servers as real processes on this machine, and workers to use them.
 
-For tests and notebooks. The services are those of the command line, started in parallel; each writes to a pipe when it
-listens. On leaving, all processes are reaped by their process ids; a service that died by itself is an error then, and
-its log is shown.
+It is meant for tests and notebooks. The services are those of the command line, started in parallel; each writes to a
+pipe when it listens. On leaving, all processes are reaped by their process ids. If a service has died by itself,
+leaving raises an error with its log.
 """
 
 from __future__ import annotations
@@ -49,29 +49,28 @@ class LocalCluster:
 
     Args:
         shards: shard servers.
-        world_size: workers the job starts with.
+        world_size: workers that the job starts with.
         job: name of the job.
         token: the job's token; None = a random one, "" = none.
         security: how connections are secured; its token is not used.
         min_workers: the fewest workers to continue with; None = all.
         lease_s: seconds of silence after which a member is lost.
-        step_timeout_s: seconds that a step waits for a worker that takes no part; None = for ever.
+        step_timeout_s: seconds for which a step waits for an absent worker; None = without limit.
         durable: store the coordinator's state in a file, so that it can be restarted.
-        coordinators: how many, if they have `state` together: one leads, the others stand by.
-        state: their state, as `axon-ps coordinator --state` has it, in place of a file.
+        coordinators: number of coordinators; several need `state`: one leads, the others stand by.
+        state: the shared state of the coordinators, as `axon-ps coordinator --state` takes it, in place of a file.
         resume: checkpoint to start from.
-        checkpoint_dir: where the job writes checkpoints by itself, and what it resumes from by itself; empty = it does
-            not.
-        checkpoint_every: how often: steps, as "500", or a time, as "10m"; empty = it only resumes.
-        checkpoint_limit: how many of them remain.
-        replication: how many shard servers hold each slice; 0 = two, if there are as many.
+        checkpoint_dir: directory of the checkpoints that the job writes, and resumes from, by itself; empty = none.
+        checkpoint_every: interval of checkpoints: steps, as "500", or a time, as "10m"; empty = the job only resumes.
+        checkpoint_limit: number of them that is retained.
+        replication: number of shard servers that hold each slice; 0 = two, if there are as many.
         plugins: modules that the services import, found as this process finds them; see docs/extending.md.
         environment: further variables for every process.
         start_timeout_s: seconds that starting may take.
 
     Attributes:
         directory: a directory for the test's own files, removed on leaving.
-        observer_token: with it as their token clients can only read; empty without a token.
+        observer_token: a client with this token can only read; empty if the job has no token.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class LocalCluster:
         self._address = ""
         self._shards: list[Child] = []
         self._host_proxies: list[Child] = []
-        self._addresses: dict[int, str] = {}  # of services, by process id
+        self._addresses: dict[int, str] = {}  # by process id of the service
         self._drained: set[Child] = set()
         self._workers: list[WorkerProcess] = []
         self._started = 0
@@ -143,9 +142,9 @@ class LocalCluster:
     # ------------------------------------------------------------------ starting and ending
 
     def __enter__(self) -> LocalCluster:
-        """Start coordinator and shard servers; returns when all of them listen.
+        """Start coordinators and shard servers; returns when all of them listen.
 
-        The first one on a machine compiles its loops before; see `shard.loops`.
+        The first cluster on a machine compiles the servers' loops first; see `shard.loops`.
 
         Raises:
             AxonError: one of them ended, or did not listen in time; its log is in the message.
@@ -170,11 +169,11 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End everything.
+        """End all processes.
 
         Raises:
-            AxonError: a service had died by itself, or did not drain when asked to; not when leaving by an error,
-                to which the logs of all services are added as a note instead.
+            AxonError: a service died by itself, or did not drain when asked to. On leaving by an error it is not
+                raised; the logs of all services are added to that error as a note instead.
         """
         troubles, logs = self._end_all()
         if error is not None:
@@ -183,7 +182,7 @@ class LocalCluster:
             raise AxonError("; ".join(troubles) + "\n" + logs)
 
     def _end_all(self) -> tuple[list[str], str]:
-        """End workers, shard servers, coordinator, in this order; returns their errors, and their logs."""
+        """End workers, shard servers, proxies, coordinators, in this order; returns their errors, and their logs."""
         for worker in self._workers:
             worker.process.end()
         troubles = [
@@ -199,11 +198,11 @@ class LocalCluster:
         self._workers, self._shards, self._host_proxies, self._coordinators, self._temporary = [], [], [], [], None
         return troubles, logs
 
-    # ------------------------------------------------------------------ what workers need
+    # ------------------------------------------------------------------ for workers
 
     @property
     def address(self) -> str:
-        """The coordinator's "host:port"; of several, with commas between them."""
+        """The coordinator's "host:port"; with several coordinators, theirs, separated by commas."""
         if self._temporary is None:
             raise Misuse("this LocalCluster is not running; use it as a context manager")
         return self._address
@@ -214,7 +213,7 @@ class LocalCluster:
         return dataclasses.replace(self._security, token=self.token, mutual=False)
 
     def env(self, rank: int, world_size: int | None = None) -> dict[str, str]:
-        """The variables by which a worker joins this cluster, as `axon-ps run` sets them.
+        """Return the variables by which a worker joins this cluster, as `axon-ps run` sets them.
 
         Args:
             rank: the rank it requests; -1 = any free one.
@@ -246,9 +245,9 @@ class LocalCluster:
         """Start `n` worker processes and return at once.
 
         Args:
-            target: a function, or the path of a script. One that is in no file (typed in a notebook) is sent by value,
-                with its arguments and its result; that needs cloudpickle, `axon-ps[notebook]`.
-            n: how many; None = the cluster's world size.
+            target: a function, or the path of a script. A function that is in no file (typed in a notebook) is sent by
+                value, with its arguments and its result; that needs cloudpickle, `axon-ps[notebook]`.
+            n: number of workers; None = the cluster's world size.
             args: positional arguments of the function, or the script's arguments.
             kwargs: keyword arguments of the function.
             env: further variables.
@@ -289,10 +288,11 @@ class LocalCluster:
             kwargs: as for `start_workers`.
             env: as for `start_workers`.
             timeout_s: seconds for all of them; those that still run then are killed, with their stacks in their output.
-            check: raise when one fails, soon after it, without waiting for the others.
+            check: raise soon after a worker fails, without waiting for the others.
 
         Raises:
-            WorkerFailed: `check` is set and a worker raised, died or did not end in time; the message has it all.
+            WorkerFailed: `check` is set and a worker raised, died or did not end in time; the message has errors
+                and outputs.
         """
         workers = self.start_workers(target, n, args=args, kwargs=kwargs, env=env)
         return results_of(workers, timeout_s=timeout_s, check=check)
@@ -300,11 +300,11 @@ class LocalCluster:
     # ------------------------------------------------------------------ faults
 
     def process(self, role: Role | str, index: int = 0) -> Child:
-        """A process of the cluster.
+        """Return a process of the cluster.
 
         Args:
             role: "coordinator", "shard", "proxy" or "worker".
-            index: which of them, in the order they were started.
+            index: its number, in the order in which they were started.
         """
         name = role.value if isinstance(role, Role) else role
         groups: dict[str, list[Child]] = {
@@ -318,7 +318,7 @@ class LocalCluster:
         return groups[name][index]
 
     def address_of(self, role: Role | str, index: int = 0) -> str:
-        """The "host:port" of a service of the cluster."""
+        """Return the "host:port" of a service of the cluster."""
         return self._addresses[self.process(role, index).pid]
 
     def kill(self, role: Role | str, index: int = 0, number: int = signal.SIGKILL) -> None:
@@ -355,7 +355,7 @@ class LocalCluster:
         return index
 
     def add_proxy(self) -> str:
-        """Start a host's proxy; returns its address, which members take for the coordinator's."""
+        """Start a host's proxy; returns its address, which members use in place of the coordinator's."""
         index = len(self._host_proxies)
         return self._listening(self._spawn_proxy(index, port=0), time.monotonic() + self._start_timeout_s)
 
@@ -363,8 +363,8 @@ class LocalCluster:
         """Take a shard server out of the running job; returns when it has ended.
 
         Args:
-            index: which of them, in the order they were started.
-            timeout_s: how long it may take: slices move while the job trains.
+            index: its number, in the order in which they were started.
+            timeout_s: seconds that it may take: slices move while the job trains.
 
         Raises:
             AxonError: the coordinator refused, or it took longer.
@@ -384,7 +384,7 @@ class LocalCluster:
             raise AxonError(f"{process.name} had not been drained after {timeout_s:g} s:\n{process.output}")
 
     def status(self) -> Status:
-        """The coordinator's status of the job.
+        """Return the coordinator's status of the job.
 
         Raises:
             AxonError: it does not answer.
@@ -399,10 +399,10 @@ class LocalCluster:
         return _on_a_thread(ask())
 
     def log(self, role: Role | str, index: int = 0) -> str:
-        """The end of the output of a process."""
+        """Return the end of the output of a process."""
         return self.process(role, index).output
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _make_directory(self) -> None:
         if self._temporary is not None:
@@ -419,7 +419,7 @@ class LocalCluster:
         return process
 
     def _state_of(self, index: int) -> str:
-        """The state that a coordinator is given; empty for a file or memory."""
+        """Return the state that a coordinator is given; empty for a file or memory."""
         return self._state
 
     def _spawn_shard(self, index: int, coordinator: str, rank: int | None = None) -> Child:
@@ -466,7 +466,7 @@ class LocalCluster:
         return values
 
     def _process_environment(self, values: Mapping[str, str]) -> dict[str, str]:
-        """This process's environment without the variables of a launcher or another cluster, and `values`."""
+        """Return this process's environment without the variables of a launcher or another cluster, and `values`."""
         ours = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES and not k.startswith("AXON_PS_")}
         return ours | dict(values)
 
@@ -476,7 +476,7 @@ class LocalCluster:
 
 
 def _end_services(services: Sequence[Child], drained: Collection[Child]) -> list[str]:
-    """Ask all to drain, wait, reap; returns what was wrong, as text. Some may have been drained before."""
+    """Ask all to drain, wait, reap; returns the problems, as text. Some may have been drained before."""
     troubles = []
     disturbed = {process for process in services if process.was_signalled or process in drained}
     for process in services:
@@ -495,6 +495,6 @@ def _end_services(services: Sequence[Child], drained: Collection[Child]) -> list
 
 
 def _on_a_thread(call: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, on a loop of its own: in a notebook, the caller's thread has one that runs."""
+    """Run a coroutine on a thread with its own event loop: in a notebook, the caller's thread already runs a loop."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, call).result()

@@ -1,7 +1,7 @@
-"""Workers and services that start with modules already imported: forks of a small process that has only imported them.
+"""Workers and services with modules already imported: they are forks of a small process that only imports these.
 
 Importing torch takes seconds of CPU, which would be most of the time of a test suite with a hundred small clusters. A
-fork is safe as long as the process has no threads and no channels, which imports do not make; a process with gRPC
+fork is safe as long as the process has no threads and no channels, which imports do not make. A process with gRPC
 channels, such as the test itself, must not fork.
 
 Owns: the server process and the requests to it. A fork, which is a `Child` here, does what `python -c` or `-m` would
@@ -58,7 +58,7 @@ class ForkServer:
             )
 
     def fork(self, name: str, environment: Mapping[str, str], log: Path, fd: int) -> Child:
-        """A process that serves one call of `worker_main` on the pipe `fd`.
+        """Start a process that serves one call of `worker_main` on the pipe `fd`.
 
         Args:
             name: its name in messages.
@@ -73,7 +73,7 @@ class ForkServer:
         return Child(name, pid, partial(self._reap, pid), log=log)
 
     def run(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
-        """A process that runs `axon-ps ARGV --ready-fd FD`, with a pipe as its standard input.
+        """Start a process that runs `axon-ps ARGV --ready-fd FD`, with a pipe as its standard input.
 
         Args:
             argv: the command and its options.
@@ -95,7 +95,7 @@ class ForkServer:
         return Child(name, pid, partial(self._reap, pid), log=log, stdin=open(our_stdin, "wb"), ready_fd=our_ready)
 
     def close(self) -> None:
-        """End it, and every fork that still runs."""
+        """End the server, and every fork that still runs."""
         self._socket.close()
         self._server.end()
 
@@ -111,7 +111,7 @@ class ForkServer:
             try:
                 socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
                 reply = self._socket.recv(64)
-            except ConnectionError:  # a request that it has not read is lost with it
+            except ConnectionError:  # a request that the server has not read is lost with it
                 reply = b""
             except OSError as error:
                 raise InternalError(f"the fork server does not answer: {error}") from error
@@ -121,7 +121,7 @@ class ForkServer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve requests on the socket `argv[0]` with the modules `argv[1:]` imported; in a fork, one call."""
+    """Serve requests on the socket `argv[0]` with the modules `argv[1:]` imported; a fork serves one call."""
     for module in argv[1:]:
         importlib.import_module(module)
     gc.freeze()  # the garbage collector of a fork does not visit imported objects, which would copy their pages
@@ -139,9 +139,9 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """End a fork as `multiprocessing` does: threads and exit functions, but no finalization of the interpreter.
+    """End a fork as `multiprocessing` does: finish threads and exit functions, without finalizing the interpreter.
 
-    That would take a second of CPU time with torch's compiler in memory, since every page would be copied first.
+    Finalizing would take a second of CPU time with torch's compiler in memory, since every page would be copied first.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -151,7 +151,7 @@ def _leave(exit_code: int) -> NoReturn:
 
 
 def _serve(requests: socket.socket) -> Callable[[], int] | None:
-    """Fork and reap until the socket is closed; in a fork, returns its task."""
+    """Fork and reap until the socket is closed; in a fork, return the fork's task."""
     while True:
         message, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, _MAX_FDS)
         if not message:
@@ -197,5 +197,5 @@ def _become_child(server: int, environment: Mapping[str, str], log: int) -> None
     os.close(log)
     os.environ.clear()
     os.environ.update(environment)
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the server's: torch's take 70 ms of CPU to run
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the server's; torch's take 70 ms of CPU
     sys.path += [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]

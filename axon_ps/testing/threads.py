@@ -29,12 +29,12 @@ def run_threads(
 ) -> list[T]:
     """Run `target(world, *args, **kwargs)` on each of `n` workers that are threads of this process.
 
-    Inside it the world is the thread's current one; it is closed when the function has ended on every worker, or has
-    failed on one. A worker that is to leave before the others calls `world.close()`.
+    In the function the world is the thread's current one. It is closed when the function has ended on every worker, or
+    has failed on one of them. A worker that is to leave before the others calls `world.close()`.
 
     Args:
         target: the function that every worker runs.
-        n: how many workers.
+        n: number of workers.
         args: its further arguments.
         kwargs: its keyword arguments.
         shards: as of `World.mock`.
@@ -46,12 +46,12 @@ def run_threads(
 
     Raises:
         Timeout: some did not end in time. Their threads run on to the next operation, which ends them.
-        BaseException: the error of the first one that failed by itself, and not because another had failed.
+        BaseException: the error of the first worker that failed by itself, and not because another had failed.
     """
     worlds = World.mock(n, shards=shards, nodes=nodes, timeout_s=timeout_s)
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
-    ended = threading.Event()  # on all, or by an error
+    ended = threading.Event()  # set when all have ended, or by an error
     ends = time.monotonic() + timeout_s
 
     def run(rank: int, world: World) -> None:

@@ -1,9 +1,9 @@
 """The program of a worker process of `LocalCluster`: load a function by its file and name, call it, send its result.
 
 The function's module is loaded under its own name (under `__axon_main__` when it was the parent's main program), so
-its result may be of classes defined there. A function that is in no file (typed in a notebook, at a prompt or on
-standard input), a lambda and one inside another function are sent by value, with all that they use, and so is their
-result. Parent and child communicate over a pipe, as in multiprocessing.
+its result may be of classes defined there. A function is sent by value, with all that it uses, if it is a lambda, is
+inside another function, or is in no file (typed in a notebook, at a prompt or on standard input). Its result is then
+sent by value, too. Parent and child communicate over a pipe, as in multiprocessing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Target:
 
     @classmethod
     def of(cls, function: Callable[..., object]) -> Target | None:
-        """The target of `function`; None for one that has to be sent by value."""
+        """Return the target of `function`; None if the function has to be sent by value."""
         code = getattr(function, "__code__", None)
         file, is_main = code.co_filename if code else "", function.__module__ == "__main__"
         if "<" in function.__qualname__ or (is_main and not Path(file).is_file()):
@@ -55,7 +55,7 @@ class Target:
         return cls(path=tuple(sys.path), module=module, file=file, qualname=function.__qualname__)
 
     def load(self) -> Callable[..., object]:
-        """The function."""
+        """Load the function."""
         sys.path[:] = self.path
         module = _load(self.module, self.file)
         function: Callable[..., object] = reduce(getattr, self.qualname.split("."), cast(Any, module))
@@ -75,17 +75,17 @@ class ByValue:
     function: Callable[..., object]
 
     def load(self) -> Callable[..., object]:
-        """The function."""
+        """Return the function."""
         sys.path[:] = self.path
         return self.function
 
 
 def dumped(value: object, *, by_value: bool) -> Any:
-    """The pickle of a value, for the other end's `recv`.
+    """Return the pickle of a value, for the other end's `recv`.
 
     Raises:
-        InvalidRequest: by value, and cloudpickle is not installed.
-        TypeError, AttributeError, ValueError, pickle.PicklingError: it cannot be sent.
+        InvalidRequest: `by_value` is set, and cloudpickle is not installed.
+        TypeError, AttributeError, ValueError, pickle.PicklingError: the value cannot be sent.
     """
     if not by_value:
         return ForkingPickler.dumps(value)
@@ -115,12 +115,12 @@ def _load(name: str, file: str) -> ModuleType:
 def _can_be_imported(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its package: in the mode "importlib" pytest names modules by path
+    except ModuleNotFoundError:  # its package is missing: in the mode "importlib" pytest names modules by path
         return False
 
 
 def main(fd: int) -> int:
-    """Serve one call on the pipe `fd`; 0 when the function returned."""
+    """Serve one call on the pipe `fd`; returns 0 if the function returned."""
     faulthandler.enable()  # SIGABRT, which the parent sends when time is up, prints every thread's stack
     with Connection(fd) as connection:
         by_value = False

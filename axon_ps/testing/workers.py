@@ -26,17 +26,17 @@ _fork_server: ForkServer | None = None
 
 
 def fork_server() -> ForkServer | None:
-    """The process that workers and services are forks of, inside `preloaded`; else None."""
+    """Return the process that workers and services are forks of, inside `preloaded`; else None."""
     return _fork_server
 
 
 @contextlib.contextmanager
 def preloaded(modules: Sequence[str]) -> Iterator[None]:
-    """A context in which services, and workers that run a function, are forks of a process with `modules` imported.
+    """Fork services, and workers that run a function, from a process with `modules` imported, in a `with` block.
 
     That saves each of them the seconds of CPU that importing torch, numba and gRPC takes. The variables that modules
-    read when they are imported (OMP_NUM_THREADS is 1) are the same for all of them then. Enter it from a thread that
-    outlives it.
+    read when they are imported (OMP_NUM_THREADS is 1) are then the same for all of them. Enter the block on a thread
+    that outlives it.
 
     Args:
         modules: their names; none may start a thread when imported.
@@ -75,7 +75,7 @@ class WorkerFailed(Exception):
     """A worker raised or died.
 
     Attributes:
-        results: of all workers, by rank.
+        results: those of all workers, by rank.
     """
 
     def __init__(self, results: Sequence[WorkerResult]) -> None:
@@ -131,16 +131,16 @@ class WorkerProcess:
         self._listener.start()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         self.process.send_signal(number)
 
     def result(self, timeout_s: float = 50.0) -> WorkerResult:
-        """Wait for its result; a worker that does not end in time is killed, which is an error, too."""
+        """Wait for the result; a worker that does not end in time is killed, which is an error, too."""
         self.process.wait(timeout_s)
         return self.end()
 
     def end(self) -> WorkerResult:
-        """Kill it if it still runs (its stacks are in its output then); returns its result."""
+        """Kill the process if it still runs (its stacks are in its output then); returns the result."""
         running = self.process.exit_code is None
         exit_code = self.process.end((signal.SIGABRT, 5.0))
         if self._listener is not None:

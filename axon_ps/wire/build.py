@@ -7,7 +7,7 @@ Note: [Versions]
     in Join and Welcome, and the side that finds an incompatibility refuses.
 
     docs/upgrading.md has the table of compatible versions. `tests/upgrade` compares it with this, and the messages with
-    those at the start of the protocol version; `make upgrade` upgrades a job that trains.
+    those at the start of the protocol version; `make lab NAME=upgrade` upgrades a job that trains.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Conversion between values and the messages of `v1`: for every value `x`, `x_to_proto` and `x_from_proto`.
 
-Messages are validated: an enum must have a known value, a name must be short and printable, counts must fit each other.
-`x_from_proto` raises `InvalidRequest` naming the field. Value types that check themselves in their constructors
-(layouts, job specs) are not checked again.
+Most are tables of fields (`wire.conversion`). Messages are validated: an enum must have a known value, a name must be
+short and printable, counts must fit each other. `x_from_proto` raises `InvalidRequest` naming the field. Value types
+that check themselves in their constructors (layouts, job specs) are not checked again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from axon_ps.types import (
     OptimizerChange,
     OptimizerSpec,
     Outcome,
+    ReplicaClock,
     Role,
-    Turn,
 )
-from axon_ps.wire.v1 import common_pb2, membership_pb2, placement_pb2, policy_pb2, session_pb2
+from axon_ps.wire.conversion import Conversion, Field, checked
+from axon_ps.wire.events import RestoreOrder
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, placement_pb2, policy_pb2, session_pb2
 
 _T = TypeVar("_T")
 
@@ -95,6 +97,11 @@ def name_from_proto(name: str, what: str, *, empty: bool = False) -> str:
     return name
 
 
+def name_of(what: str, *, empty: bool = False) -> Field:
+    """Return the row of a name; `what` names it in errors."""
+    return checked(lambda name: name_from_proto(name, what, empty=empty))
+
+
 def dtype_to_proto(dtype: DType) -> common_pb2.DType:
     """Return the number of a dtype on the wire."""
     return _DTYPES[dtype]
@@ -114,108 +121,6 @@ def dtype_from_proto(number: int, *, blocks: bool = False) -> DType:
     if dtype not in NUMBERS and not blocks:
         raise InvalidRequest(f"parameters and gradients cannot be {dtype.value}; that is for collectives")
     return dtype
-
-
-def role_to_proto(role: Role) -> common_pb2.Role:
-    """Return the number of a role on the wire."""
-    return _ROLES[role]
-
-
-def role_from_proto(number: int) -> Role:
-    """Return the role of a number from the wire.
-
-    Raises:
-        InvalidRequest: it is unset or unknown.
-    """
-    return _known(_ROLES_BACK, number, "role")
-
-
-def outcome_to_proto(outcome: Outcome) -> common_pb2.Outcome:
-    """Return the number of an outcome on the wire."""
-    return _OUTCOMES[outcome]
-
-
-def outcome_from_proto(number: int) -> Outcome:
-    """Return the outcome of a number from the wire.
-
-    Raises:
-        InvalidRequest: it is unset or unknown.
-    """
-    return _known(_OUTCOMES_BACK, number, "outcome")
-
-
-def member_to_proto(member: Member) -> membership_pb2.Member:
-    """Convert a member to a message."""
-    return membership_pb2.Member(
-        role=role_to_proto(member.role),
-        rank=member.rank,
-        incarnation=member.incarnation,
-        node=member.node,
-        address=member.address,
-        local_rank=member.local_rank,
-        replica=member.replica,
-        joined=member.joined,
-    )
-
-
-def member_from_proto(message: membership_pb2.Member) -> Member:
-    """Convert a message to a member.
-
-    Raises:
-        InvalidRequest: the role is unknown, or a name is missing or not printable.
-    """
-    return Member(
-        role=role_from_proto(message.role),
-        rank=message.rank,
-        incarnation=name_from_proto(message.incarnation, "a member's incarnation"),
-        node=name_from_proto(message.node, "a member's node", empty=True),
-        address=name_from_proto(message.address, "a member's address", empty=True),
-        local_rank=message.local_rank,
-        replica=message.replica,
-        joined=message.joined,
-    )
-
-
-def membership_to_proto(membership: Membership) -> membership_pb2.MembershipEvent:
-    """Convert a membership to the event that announces it."""
-    return membership_pb2.MembershipEvent(
-        generation=membership.generation,
-        workers=[member_to_proto(m) for m in membership.workers],
-        shards=[member_to_proto(m) for m in membership.shards],
-        num_replicas=membership.num_replicas,
-        step=membership.step,
-        version=membership.version,
-        complete=membership.complete,
-        waiting_for=membership.waiting_for,
-        finished=[member_to_proto(m) for m in membership.finished],
-        models=map(progress_to_proto, membership.models),
-        by_node=membership.by_node,
-        is_over=membership.is_over,
-        state_id=membership.state_id,
-    )
-
-
-def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership:
-    """Convert the event that announces a membership to the membership.
-
-    Raises:
-        InvalidRequest: a member is malformed, in the wrong list, or out of order.
-    """
-    return Membership(
-        generation=message.generation,
-        step=message.step,
-        version=message.version,
-        workers=_members(message.workers, Role.WORKER),
-        shards=_members(message.shards, Role.SHARD),
-        num_replicas=message.num_replicas,
-        complete=message.complete,
-        waiting_for=message.waiting_for,
-        finished=tuple(member_from_proto(m) for m in message.finished),
-        models=tuple(map(progress_from_proto, message.models)),
-        by_node=message.by_node,
-        is_over=message.is_over,
-        state_id=message.state_id,
-    )
 
 
 def placement_to_proto(placement: Placement) -> placement_pb2.Placement:
@@ -247,32 +152,6 @@ def placement_from_proto(message: placement_pb2.Placement) -> Placement:
         number=message.number,
         replication=message.replication,
     )
-
-
-def progress_to_proto(progress: ModelProgress) -> membership_pb2.ModelProgress:
-    """Convert the progress of a model to a message."""
-    return membership_pb2.ModelProgress(model=progress.model, step=progress.step, version=progress.version)
-
-
-def progress_from_proto(message: membership_pb2.ModelProgress) -> ModelProgress:
-    """Convert a message to the progress of a model."""
-    return ModelProgress(model=message.model, step=message.step, version=message.version)
-
-
-def copy_to_proto(copy: CopyFrom) -> membership_pb2.CopyFrom:
-    """Convert a copy from another model to a message."""
-    return membership_pb2.CopyFrom(source=copy.source, weight=copy.weight, version=copy.version)
-
-
-def copy_from_proto(message: membership_pb2.CopyFrom) -> CopyFrom:
-    """Convert a message to a copy from another model.
-
-    Raises:
-        InvalidRequest: the weight is not above 0 and at most 1.
-    """
-    if not 0.0 < message.weight <= 1.0:
-        raise InvalidRequest(f"the weight of a copy is {message.weight}; it must be above 0 and at most 1")
-    return CopyFrom(source=message.source, weight=message.weight, version=message.version)
 
 
 def layout_to_proto(layout: Layout) -> common_pb2.Layout:
@@ -338,46 +217,118 @@ def hypers_from_proto(messages: Iterable[common_pb2.Hyper]) -> tuple[Hyper, ...]
     return tuple(hyper_from_proto(m) for m in messages)
 
 
-def optimizer_to_proto(optimizer: OptimizerSpec) -> common_pb2.OptimizerSpec:
-    """Convert an optimizer to a message."""
-    return common_pb2.OptimizerSpec(
-        name=optimizer.name,
-        groups=hypers_to_proto(optimizer.groups),
-        group_of=optimizer.group_of,
-        moments=hypers_to_proto(optimizer.moments),
-    )
+def _known(values: dict[int, _T], number: int, what: str) -> _T:
+    value = values.get(number)
+    if value is None:
+        given = "unset" if number == 0 else f"number {number}, which this version does not know"
+        raise InvalidRequest(f"a {what} is {given}; the numbers known are {sorted(values)}")
+    return value
 
 
-def optimizer_from_proto(message: common_pb2.OptimizerSpec) -> OptimizerSpec:
-    """Convert a message to an optimizer.
+ROLE: Final = Field(to_proto=_ROLES.__getitem__, from_proto=lambda number: _known(_ROLES_BACK, number, "role"))
+role_to_proto, role_from_proto = ROLE.to_proto, ROLE.from_proto
 
-    Raises:
-        InvalidRequest: a name is malformed, or a parameter is in a group that does not exist.
-    """
-    groups = hypers_from_proto(message.groups)
-    for group in message.group_of:
-        if not -1 <= group < len(groups):
-            raise InvalidRequest(f"a parameter is in group {group}; the optimizer has {len(groups)} (-1 is in none)")
-    return OptimizerSpec(
-        name=name_from_proto(message.name, "the optimizer's name"),
-        groups=groups,
-        group_of=tuple(message.group_of),
-        moments=hypers_from_proto(message.moments),
-    )
+OUTCOME: Final = Field(
+    to_proto=_OUTCOMES.__getitem__, from_proto=lambda number: _known(_OUTCOMES_BACK, number, "outcome")
+)
+outcome_to_proto, outcome_from_proto = OUTCOME.to_proto, OUTCOME.from_proto
+
+HYPERS: Final = Field(to_proto=hypers_to_proto, from_proto=hypers_from_proto)
+
+MEMBER: Final = Conversion(
+    Member,
+    membership_pb2.Member,
+    role=ROLE,
+    incarnation=name_of("a member's incarnation"),
+    node=name_of("a member's node", empty=True),
+    address=name_of("a member's address", empty=True),
+)
+member_to_proto, member_from_proto = MEMBER.to_proto, MEMBER.from_proto
+
+PROGRESS: Final = Conversion(ModelProgress, membership_pb2.ModelProgress)
+progress_to_proto, progress_from_proto = PROGRESS.to_proto, PROGRESS.from_proto
 
 
-def change_to_proto(change: OptimizerChange) -> common_pb2.OptimizerChange:
-    """Convert a change of optimizers to a message."""
-    return common_pb2.OptimizerChange(optimizer=optimizer_to_proto(change.spec), retains_moments=change.retains_moments)
+def _members_of(role: Role) -> Field:
+    """Return the row of all members of a role, by rank."""
+
+    def from_proto(messages: Sequence[membership_pb2.Member]) -> tuple[Member, ...]:
+        members = tuple([member_from_proto(m) for m in messages])
+        for m in members:
+            if m.role is not role:
+                raise InvalidRequest(f"{m.role.value} {m.rank} is in the list of {role.value}s")
+        ranks = [m.rank for m in members]
+        if ranks != sorted(set(ranks)):
+            raise InvalidRequest(f"the ranks of the {role.value}s are {ranks[:32]}; they must ascend")
+        return members
+
+    return Field(to_proto=MEMBER.field.each.to_proto, from_proto=from_proto)
 
 
-def change_from_proto(message: common_pb2.OptimizerChange) -> OptimizerChange:
-    """Convert a message to a change of optimizers.
+MEMBERSHIP: Final = Conversion(
+    Membership,
+    membership_pb2.MembershipEvent,
+    workers=_members_of(Role.WORKER),
+    shards=_members_of(Role.SHARD),
+    finished=MEMBER.field.each,
+    models=PROGRESS.field.each,
+)
+membership_to_proto, membership_from_proto = MEMBERSHIP.to_proto, MEMBERSHIP.from_proto
 
-    Raises:
-        InvalidRequest: see `optimizer_from_proto`.
-    """
-    return OptimizerChange(spec=optimizer_from_proto(message.optimizer), retains_moments=message.retains_moments)
+
+def _weight(weight: float) -> float:
+    if not 0.0 < weight <= 1.0:
+        raise InvalidRequest(f"the weight of a copy is {weight}; it must be above 0 and at most 1")
+    return weight
+
+
+COPY: Final = Conversion(CopyFrom, membership_pb2.CopyFrom, weight=checked(_weight))
+copy_to_proto, copy_from_proto = COPY.to_proto, COPY.from_proto
+
+
+def _check_groups(optimizer: OptimizerSpec) -> None:
+    for group in optimizer.group_of:
+        if not -1 <= group < len(optimizer.groups):
+            raise InvalidRequest(
+                f"a parameter is in group {group}; the optimizer has {len(optimizer.groups)} (-1 is in none)"
+            )
+
+
+OPTIMIZER: Final = Conversion(
+    OptimizerSpec,
+    common_pb2.OptimizerSpec,
+    check=_check_groups,
+    name=name_of("the optimizer's name"),
+    groups=HYPERS,
+    moments=HYPERS,
+)
+optimizer_to_proto, optimizer_from_proto = OPTIMIZER.to_proto, OPTIMIZER.from_proto
+
+CHANGE: Final = Conversion(OptimizerChange, common_pb2.OptimizerChange, spec=OPTIMIZER.field.named("optimizer"))
+change_to_proto, change_from_proto = CHANGE.to_proto, CHANGE.from_proto
+
+RESTORE: Final = Conversion(
+    RestoreOrder,
+    checkpoint_pb2.RestoreOrder,
+    uri=name_of("the checkpoint's URI", empty=True),
+    section=name_of("a model's name", empty=True),
+    sha256=name_of("a manifest's hash", empty=True),
+)
+
+REPLICA_CLOCK: Final = Conversion(ReplicaClock, common_pb2.Turn)
+replica_clock_to_proto, replica_clock_from_proto = REPLICA_CLOCK.to_proto, REPLICA_CLOCK.from_proto
+
+DECISION: Final = Conversion(
+    Decision,
+    session_pb2.DecisionEvent,
+    unwritten=("traceparent",),  # the stream sets it, for members whose steps are traced
+    outcome=OUTCOME,
+    hyper=HYPERS,
+    replica_clock=REPLICA_CLOCK.field.named("turn").or_none,
+    copy=COPY.field.or_none,
+    optimizer=CHANGE.field.or_none,
+)
+decision_to_proto, decision_from_proto = DECISION.to_proto, DECISION.from_proto
 
 
 def policy_to_proto(policy: Policy) -> policy_pb2.Policy:
@@ -449,75 +400,6 @@ def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
     )
 
 
-def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
-    """Convert a decision to the event that announces it."""
-    return session_pb2.DecisionEvent(
-        step=decision.step,
-        generation=decision.generation,
-        outcome=outcome_to_proto(decision.outcome),
-        version=decision.version,
-        grad_norm=decision.grad_norm,
-        clip_factor=decision.clip_factor,
-        hyper=hypers_to_proto(decision.hyper),
-        reason=decision.reason,
-        next_generation=decision.next_generation,
-        turn=None if decision.turn is None else turn_to_proto(decision.turn),
-        model=decision.model,
-        copy=None if decision.copy is None else copy_to_proto(decision.copy),
-        commit=decision.commit,
-        weight=decision.weight,
-        untouched=decision.untouched,
-        optimizer=None if decision.optimizer is None else change_to_proto(decision.optimizer),
-        refused=decision.refused,
-    )
-
-
-def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
-    """Convert the event that announces a decision to the decision.
-
-    Raises:
-        InvalidRequest: the outcome is unknown, or a hyperparameter's name or a copy's weight is malformed.
-    """
-    return Decision(
-        step=message.step,
-        generation=message.generation,
-        outcome=outcome_from_proto(message.outcome),
-        version=message.version,
-        grad_norm=message.grad_norm,
-        clip_factor=message.clip_factor,
-        hyper=hypers_from_proto(message.hyper),
-        reason=message.reason,
-        next_generation=message.next_generation,
-        turn=turn_from_proto(message.turn) if message.HasField("turn") else None,
-        model=message.model,
-        copy=copy_from_proto(message.copy) if message.HasField("copy") else None,
-        commit=dict(message.commit),
-        traceparent=message.traceparent,
-        weight=message.weight,
-        untouched=tuple(message.untouched),
-        optimizer=change_from_proto(message.optimizer) if message.HasField("optimizer") else None,
-        refused=message.refused,
-    )
-
-
-def turn_to_proto(turn: Turn) -> common_pb2.Turn:
-    """Convert the replica and clock of a step to a message."""
-    return common_pb2.Turn(replica=turn.replica, clock=turn.clock, slowest_clock=turn.slowest_clock)
-
-
-def turn_from_proto(message: common_pb2.Turn) -> Turn:
-    """Convert a message to the replica and clock of a step."""
-    return Turn(replica=message.replica, clock=message.clock, slowest_clock=message.slowest_clock)
-
-
-def _known(values: dict[int, _T], number: int, what: str) -> _T:
-    value = values.get(number)
-    if value is None:
-        given = "unset" if number == 0 else f"number {number}, which this version does not know"
-        raise InvalidRequest(f"a {what} is {given}; the numbers known are {sorted(values)}")
-    return value
-
-
 def _precision(message: common_pb2.JobSpec) -> WirePrecision:
     param = compression_from_proto(message.param_compression) if message.HasField("param_compression") else None
     grad = compression_from_proto(message.grad_compression) if message.HasField("grad_compression") else None
@@ -527,17 +409,6 @@ def _precision(message: common_pb2.JobSpec) -> WirePrecision:
         param_compression=param,
         grad_compression=grad,
     )
-
-
-def _members(messages: Sequence[membership_pb2.Member], role: Role) -> tuple[Member, ...]:
-    members = tuple(member_from_proto(m) for m in messages)
-    for m in members:
-        if m.role is not role:
-            raise InvalidRequest(f"{m.role.value} {m.rank} is in the list of {role.value}s")
-    ranks = [m.rank for m in members]
-    if ranks != sorted(set(ranks)):
-        raise InvalidRequest(f"the ranks of the {role.value}s are {ranks[:32]}; they must ascend")
-    return members
 
 
 def _parameter(message: common_pb2.Parameter) -> Parameter:

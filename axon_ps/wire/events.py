@@ -60,7 +60,7 @@ class JobState:
         copied: the newest version of this epoch that took another model's values; 0 = none. Frozen units are of it.
         released: whether the job has released it.
         placement: the placement of its slices; None until registered.
-        no_room: why the shard servers lack the memory for it, and a remedy, as text; empty when they do not.
+        out_of_memory: why the shard servers lack the memory for it, and a remedy, as text; empty when they do not.
         committed: the newest values that were committed with its steps, by name.
     """
 
@@ -74,7 +74,7 @@ class JobState:
     copied: int = 0
     released: bool = False
     placement: Placement | None = None
-    no_room: str = ""
+    out_of_memory: str = ""
     committed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -146,7 +146,7 @@ class RevokedNames:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepDue:
+class VoteRequest:
     """The request to a worker to vote on a step with the gradients that it has, since enough others have voted.
 
     Attributes:
@@ -171,7 +171,7 @@ ServerEvent = (
     | Membership
     | JobState
     | Decision
-    | StepDue
+    | VoteRequest
     | SnapshotOrder
     | RestoreOrder
     | TraceOrder
@@ -179,7 +179,7 @@ ServerEvent = (
 )
 """The events that the coordinator sends."""
 
-Event = Membership | JobState | Decision | StepDue | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
+Event = Membership | JobState | Decision | VoteRequest | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
 """The events that a client's `on_event` gets, in order."""
 
 

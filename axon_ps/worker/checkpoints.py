@@ -37,7 +37,7 @@ class CheckpointInfo:
         version: the version it holds.
         bytes: bytes of all its files.
         extra: the JSON values saved with it.
-        versions: where it has several models, the version of each by name.
+        versions: if it has several models, the version of each by name.
         optimizer: if it was read: name of the optimizer of the first model requested; empty = it has none.
         hyper: per parameter group of that optimizer, its hyperparameters then.
         states: if it was read: by the rank of a worker, the file of its own state.

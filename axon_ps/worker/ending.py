@@ -1,7 +1,7 @@
 """The reason for which this process ends: it has finished, or an error.
 
-Owns: recording the argument of `sys.exit`. The exit code alone distinguishes a script that gave up from a script that
-is done, and Python does not show it to exit handlers.
+Owns: recording the argument of `sys.exit`. Only the exit code distinguishes a failed script from a finished one, and
+Python does not show it to exit handlers.
 """
 
 from __future__ import annotations

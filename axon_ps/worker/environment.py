@@ -285,7 +285,7 @@ def port_of(env: Mapping[str, str]) -> int:
 
 
 def shards_of(env: Mapping[str, str]) -> int:
-    """Return the number of shard servers that workers start where there are none; 0 = one per node."""
+    """Return the number of shard servers that workers start if there are none; 0 = one per node."""
     return _integer(env, "AXON_PS_SHARDS", 0, least=1)
 
 

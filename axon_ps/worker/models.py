@@ -20,7 +20,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Decision, Membership
-from axon_ps.wire.events import FIRST_NAME, StepDue
+from axon_ps.wire.events import FIRST_NAME, VoteRequest
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient
 
@@ -201,7 +201,7 @@ class Models:
 
     def on_event(self, event: Event) -> None:
         """Apply one event of the session, in order, on the loop's thread."""
-        if isinstance(event, (JobState, Decision, StepDue)):
+        if isinstance(event, (JobState, Decision, VoteRequest)):
             self.client(event.model).on_event(event)
             return
         with self._view.changed:

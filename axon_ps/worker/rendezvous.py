@@ -1,4 +1,4 @@
-"""The rendezvous of all workers of a job, by the coordinator: also of those that have just joined."""
+"""The rendezvous of all workers of a job, by the coordinator. Workers that have just joined take part, too."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class World:
     def _join(
         cls, workers: Sequence[Worker], timeout_s: float, start_timeout_s: float | None, join_timeout_s: float
     ) -> list[World]:
-        """Return the worlds of workers that share a loop, once all members that their job needs have joined."""
+        """Return the worlds of workers that share a loop, once all members of their job have joined."""
         worlds: list[World] = []
 
         async def start() -> None:
@@ -651,7 +651,7 @@ class World:
         A worker that has started the job's services waits here until the other workers are done.
 
         Raises:
-            Misuse: this process is a fork of the process that joined, which is still a member.
+            Misuse: this process is a fork of the process that joined; that one is still a member.
         """
         fork.check()
         if self._closed:

@@ -1,4 +1,4 @@
-"""A campaign: which faults, how often, against what. Read from a TOML file; pure but for the reading."""
+"""The settings of a campaign: kinds of faults, their frequency, the target. Pure but for reading the TOML file."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Kind(Enum):
     FREEZE = "freeze"  # SIGSTOP for a while
     RESET = "reset"  # all connections of a process are reset
     BLACK_HOLE = "black_hole"  # nothing that a process sends or is sent arrives for a while, then all of it
-    DELAY = "delay"  # everything arrives so much later for a while
-    SLOW_LINK = "slow_link"  # so many bytes a second, in each direction of a connection, for a while
+    DELAY = "delay"  # everything that a process sends or is sent arrives this much later, for a while
+    SLOW_LINK = "slow_link"  # a limit of bytes a second, in each direction of a connection, for a while
     PARTITION = "partition"  # some members cannot reach the others for a while
     CUT = "cut"  # two members cannot reach each other for a while, though all others reach both
     FULL_DISK = "full_disk"  # the disk of the coordinator's state, or of the checkpoints, is full for a while
     CLOCK_JUMP = "clock_jump"  # a process's wall clock jumps, and back when the fault is over
     BIT_FLIP = "bit_flip"  # a bit in a shard server's memory
-    TRUNCATED_FILE = "truncated_file"  # a file of the newest checkpoint is cut, and that is to be restored
+    TRUNCATED_FILE = "truncated_file"  # a file of the newest checkpoint is cut, and the checkpoint is restored
     KILL_TOGETHER = "kill_together"  # SIGKILL of the coordinator and a shard server at once; successors are started
     FAILING_DISK = "failing_disk"  # the coordinator's state cannot be written, so that it ends; a successor is started
     OLDER_STATE = (
         "older_state"  # the coordinator is killed, and comes back with a copy of its state from a while before
     )
-    TRUNCATED_JOURNAL = "truncated_journal"  # it is killed, and its state has lost its end
+    TRUNCATED_JOURNAL = "truncated_journal"  # the coordinator is killed, and the end of its state is lost
 
 
 ROLES: Final = ("coordinator", "shard", "worker")
@@ -51,11 +51,14 @@ POSSIBLE: Final[Mapping[Kind, tuple[str, ...]]] = dict.fromkeys(Kind, ROLES) | {
     Kind.OLDER_STATE: ("coordinator",),
     Kind.TRUNCATED_JOURNAL: ("coordinator",),
 }
-"""Which roles a kind can strike. A full disk: of the coordinator's state; of the shard servers' checkpoints. A
-truncated file: the manifest, which the coordinator reads; what a shard server wrote."""
+"""The roles that a kind of fault can strike.
+
+A full disk is that of the coordinator's state, or of the shard servers' checkpoints. A truncated file is the manifest,
+which the coordinator reads, or a file that a shard server wrote.
+"""
 
 FROM_OUTSIDE: Final = (Kind.KILL, Kind.FREEZE, Kind.TRUNCATED_FILE)
-"""The kinds that a job can be struck with that somebody else has started."""
+"""The kinds that can strike a job that the campaign has not started."""
 
 LASTING: Final = (
     Kind.FREEZE, Kind.BLACK_HOLE, Kind.DELAY, Kind.SLOW_LINK, Kind.PARTITION, Kind.CUT, Kind.FULL_DISK,
@@ -63,7 +66,7 @@ LASTING: Final = (
 )  # fmt: skip
 
 END_THE_COORDINATOR: Final = (Kind.KILL_TOGETHER, Kind.FAILING_DISK, Kind.OLDER_STATE, Kind.TRUNCATED_JOURNAL)
-"""The kinds that always do, so there are none from `spared_from` on."""
+"""The kinds that end the coordinator; none of them strikes from `spared_from` on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +74,10 @@ class KindOptions:
     """The frequency of a kind of fault, and its parameters.
 
     Attributes:
-        weight: how often, beside the others.
-        roles: whom it strikes, in the same measure.
-        seconds: how long it lasts; one of these each time.
-        jump_s: clock_jump: how far; one of these each time.
+        weight: its frequency, relative to the other kinds.
+        roles: the roles it strikes, all equally often.
+        seconds: possible durations; one is drawn for each fault.
+        jump_s: clock_jump: possible jumps; one is drawn for each fault.
         bytes_per_s: slow_link: the rate.
     """
 
@@ -92,17 +95,17 @@ class Embedded:
     Attributes:
         shards: shard servers.
         workers: workers; no step is made with fewer.
-        standbys: further ones, which take the places of those that are lost.
-        replication: how many shard servers hold each slice.
-        lease_s: how long the silence of a member is tolerated.
-        parameters: of the model, about.
-        samples: of the data set; a multiple of `batch`.
+        standbys: further workers, which replace lost ones.
+        replication: number of shard servers that hold each slice.
+        lease_s: seconds of a member's silence that are tolerated.
+        parameters: number of the model's parameters, approximately.
+        samples: samples of the data set; a multiple of `batch`.
         batch: samples of a step.
-        pause_s: what a worker waits between steps, so that a campaign of an hour has not too many.
-        checkpoint_every: how often the job writes a checkpoint.
-        spared_from: from this part of the faults on the coordinator, a shard server and a worker are not killed: so
-            their memory tells something.
-        disk: an empty directory of a small file system, which a full disk fills; empty = one is mounted, by root.
+        pause_s: seconds that a worker waits between steps, so that a campaign of an hour does not have too many steps.
+        checkpoint_every: interval of the job's checkpoints.
+        spared_from: the part of the faults, from 0 to 1, after which the coordinator, one shard server and one worker
+            are not killed, so that the growth of their memory can be judged.
+        disk: an empty directory of a small file system, which a full disk fills; empty = one is mounted (as root).
     """
 
     shards: int = 3
@@ -125,9 +128,10 @@ class Job:
 
     Attributes:
         coordinator: its "host:port"; empty = that of --coordinator or AXON_PS_COORDINATOR.
-        pid_files: by role, files that hold a process id each; they are read again before every fault. What is named by
-            none is found by the address it listens on, if that is on this host; workers listen on none.
-        checkpoint_dir: where the job writes checkpoints, for `truncated_file`.
+        pid_files: by role, files that contain one process id each; they are read again before every fault. Processes
+            of a role without files are found by the address they listen on, if it is on this host. Workers listen on no
+            address.
+        checkpoint_dir: directory of the job's checkpoints, for `truncated_file`.
     """
 
     coordinator: str = ""
@@ -140,14 +144,14 @@ class Campaign:
     """The content of a campaign file.
 
     Attributes:
-        seed: of everything that is chosen.
-        faults: how many.
-        quiet_s: how long the job is left in peace between a fault and the next, once it is complete again and commits.
-        patience_s: how long it may take to be complete again, from when a fault is over; then the campaign ends.
-        at_most_s: how long all of it may take; then no further fault is dealt.
-        moments: the part of the faults that strike at an exact moment of a step; the others strike whenever they do.
-        kinds: which, and how often.
-        target: what is struck.
+        seed: seed of all random choices.
+        faults: number of faults.
+        quiet_s: seconds without a fault between two faults, once the job is complete again and commits.
+        patience_s: seconds that the job may take to be complete again after a fault is over; then the campaign ends.
+        at_most_s: seconds after which no further fault is injected.
+        moments: the part of the faults that strike at an exact moment of a step; the others strike at any time.
+        kinds: options by kind of fault.
+        target: the job that is struck.
     """
 
     seed: int = 1
@@ -161,10 +165,10 @@ class Campaign:
 
     @property
     def embedded(self) -> Embedded:
-        """The job of the campaign's own.
+        """The job that the campaign starts itself.
 
         Raises:
-            ConfigurationError: it strikes another.
+            ConfigurationError: the campaign strikes a running job.
         """
         if isinstance(self.target, Job):
             raise ConfigurationError("this campaign strikes a running job; give it [embedded] instead of [job]")
@@ -175,7 +179,7 @@ def load(path: Path) -> Campaign:
     """Read a campaign file.
 
     Raises:
-        ConfigurationError: it is not there, is no TOML, or holds what cannot be.
+        ConfigurationError: the file cannot be read, is not TOML, or has invalid content.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -185,14 +189,14 @@ def load(path: Path) -> Campaign:
 
 
 def parse(text: str, name: str) -> Campaign:
-    """The campaign of a file's text.
+    """Make the campaign of a file's text.
 
     Args:
         text: TOML.
-        name: of the file, for messages.
+        name: name of the file, for messages.
 
     Raises:
-        ConfigurationError: it is no TOML, or holds what cannot be.
+        ConfigurationError: the text is not TOML, or has invalid content.
     """
     try:
         content = tomllib.loads(text)
@@ -233,7 +237,7 @@ def _kinds(table: Any, where: str) -> dict[Kind, KindOptions]:
 
 
 def _made(kind: type[T], table: Any, where: str) -> T:
-    """A dataclass from a table, every value checked against the type of the default."""
+    """Make a dataclass from a table; every value is checked against the type of its field."""
     if not isinstance(table, dict):
         raise ConfigurationError(f"{where}: {table!r} was given; it must be a table")
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -284,7 +288,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check(campaign: Campaign, where: str) -> None:
-    """Raise what is out of range, or cannot be had together."""
+    """Raise if a value is out of range, or if values contradict each other."""
     _at_least(campaign, where, faults=1, quiet_s=0, patience_s=1, at_most_s=1, moments=0)
     if campaign.moments > 1:
         raise ConfigurationError(f"{where}: moments = {campaign.moments:g} was given; it is a part, from 0 to 1")

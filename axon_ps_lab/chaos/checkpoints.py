@@ -1,4 +1,4 @@
-"""A checkpoint whose file is cut, and that is then to be restored: it has to be refused."""
+"""Truncated checkpoints: a file of one is cut, and restoring it has to be refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from axon_ps_lab.chaos.plan import Fault
 
 
 def truncated(directory: str, fault: Fault, restore: Callable[[str], str]) -> str:
-    """Cut a file of the newest checkpoint in two, and have it restored; what there is to note.
+    """Cut a file of the newest checkpoint in two, and have the checkpoint restored; returns a note for the report.
 
     Args:
-        directory: where the job writes checkpoints; a local one.
-        fault: struck is the manifest, which the coordinator reads, or a shard server's file.
-        restore: has the job load a checkpoint; returns why it did not, or "".
+        directory: directory of the job's checkpoints; a local one.
+        fault: its role selects the file: the manifest, which the coordinator reads, or a shard server's.
+        restore: makes the job load a checkpoint; returns the reason for a refusal, or "".
     """
     found = list_checkpoints(directory) if Path(directory).exists() else []
     if not found:

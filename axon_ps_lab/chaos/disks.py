@@ -1,4 +1,4 @@
-"""A small disk that can be full: a tmpfs of its own, which root can mount, or a directory of one that is there."""
+"""A small disk that can be filled: a tmpfs that root can mount, or a directory of a file system that exists."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MOUNT_S: Final = 10.0
 
 @contextlib.contextmanager
 def small_disk(directory: Path, size_bytes: int) -> Iterator[Path]:
-    """A directory that becomes a file system of that size, for a while.
+    """Mount a file system of that size on a new directory, for a `with` block.
 
     Raises:
-        ConfigurationError: this user, or this machine, cannot mount one.
+        ConfigurationError: this user, or this machine, cannot mount a file system.
     """
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "axon-ps-chaos", str(directory)]
@@ -60,5 +60,5 @@ def fill(directory: Path) -> int:
 
 
 def empty(directory: Path) -> None:
-    """Remove what fills the disk."""
+    """Remove the file that fills the disk."""
     (directory / BALLAST).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A campaign's own job: its processes on this machine, how they are struck, and what its workers have written down."""
+"""A campaign's own job: its processes on this machine, the faults that strike them, and the notes of its workers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MOMENT_S: Final = 0.7
 _END_S: Final = 60.0
 _LAST_STEPS: Final = 20
 _STEP_S: Final = 1.0
-"""The longest that a step of the job takes that nothing happens to."""
+"""The longest duration of a step in a job without faults."""
 
 _POLL_S: Final = 0.03
 _RESTORE_S: Final = 15.0
@@ -64,11 +64,11 @@ class EmbeddedJob:
     """The job of a campaign, as a context manager.
 
     Args:
-        campaign: its campaign.
+        campaign: the campaign.
 
     Attributes:
-        observer: what the coordinator tells of it.
-        events: what was observed.
+        observer: follows the coordinator's feed.
+        events: the observed events.
     """
 
     def __init__(self, campaign: Campaign) -> None:
@@ -76,19 +76,19 @@ class EmbeddedJob:
         self._options = options = campaign.embedded
         self._recipe = training.Recipe.of(options)
         self._stack = contextlib.ExitStack()
-        self._workers: dict[WorkerProcess, int] = {}  # the oldest first, with their numbers
+        self._workers: dict[WorkerProcess, int] = {}  # in the order of their start, with their numbers
         self._started = 0
         self._offsets: dict[Path, int] = {}
         self._commits: dict[tuple[int, int], float] = {}
         self._newest = 0.0
-        self._killed: set[str] = set()  # incarnations of shard servers
+        self._killed: set[str] = set()  # incarnations of shard servers that were killed
         self.events = Events()
 
     def __enter__(self) -> EmbeddedJob:
-        """Start everything.
+        """Start all processes.
 
         Raises:
-            AxonError: something did not start.
+            AxonError: a process did not start.
         """
         with contextlib.ExitStack() as stack:
             self._enter(stack)
@@ -136,7 +136,7 @@ class EmbeddedJob:
             self._start_worker(-1)
 
     def _make_disks(self, stack: contextlib.ExitStack) -> None:
-        """The directories of state and checkpoints, on small disks if they are to be full."""
+        """Make the directories of state and checkpoints, on small disks if these are to be filled."""
         disk = Path(self._options.disk) if self._options.disk else None
         if Kind.FULL_DISK not in self._campaign.kinds:
             for directory in self._disks.values():
@@ -151,20 +151,20 @@ class EmbeddedJob:
                 directory.mkdir(parents=True, exist_ok=True)
 
     def _start_worker(self, rank: int) -> None:
-        """A worker with a rank, or, with -1, a standby."""
+        """Start a worker with a rank, or, for -1, a standby."""
         self._started += 1
         environment = {"AXON_PS_NODE": f"worker-{self._started}"} | ({"AXON_PS_STANDBY": "1"} if rank < 0 else {})
         arguments = (str(self._notes), self._started, self._recipe)
         worker = self._cluster.start_worker(rank, training.worker, args=arguments, env=environment)
         self._workers[worker] = self._started
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ watching
 
     def wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Wait for it, while workers that end are replaced.
+        """Wait for a condition; workers that end meanwhile are replaced.
 
         Raises:
-            AxonError: it did not come to pass in time.
+            AxonError: the condition did not hold in time.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -176,7 +176,7 @@ class EmbeddedJob:
             time.sleep(_POLL_S)
 
     def look(self) -> None:
-        """Read what workers have written since the last look, and replace those that have ended."""
+        """Read the workers' new notes, and replace the workers that have ended."""
         for worker in list(self._workers):
             has_ended = worker.process.exit_code is not None
             self._read(worker)
@@ -190,7 +190,7 @@ class EmbeddedJob:
                 self._take(self._workers[worker], json.loads(line))
 
     def _path(self, kind: str, worker: WorkerProcess) -> Path:
-        """A file of a worker's, by its number: process ids come again."""
+        """Return the path of a worker's file, named by the worker's number, since process ids are used again."""
         return self._notes / f"{kind}{self._workers[worker]}"
 
     def _new_lines(self, path: Path) -> list[bytes]:
@@ -201,7 +201,7 @@ class EmbeddedJob:
         return lines
 
     def _take(self, process: int, found: dict[str, Any]) -> None:
-        """Take a line of a worker's notes."""
+        """Process a line of a worker's notes."""
         if "attempt" in found:
             version, generation = found["attempt"]
             self.events.attempts.append(
@@ -221,7 +221,7 @@ class EmbeddedJob:
             self.events.aborted.append(time.monotonic())
 
     def _replace(self, worker: WorkerProcess) -> None:
-        """A worker has ended, or was killed: a standby is started."""
+        """Start a standby for a worker that has ended, or was killed."""
         killed = worker.process.exit_code == -signal.SIGKILL
         result = worker.end()
         del self._workers[worker]
@@ -235,11 +235,11 @@ class EmbeddedJob:
 
     @property
     def newest(self) -> float:
-        """When the newest step was committed that is known of."""
+        """The time of the newest commit that is known."""
         return self._newest
 
     def is_complete(self) -> bool:
-        """Whether the job has all members and copies, and standbys wait."""
+        """Return True if the job has all members and copies, and its standbys wait."""
         options = self._options
         working = [w for w in self._workers if self._is_working(w)]
         ready = [w for w in self._workers if self._path(training.WAITING, w).exists()]
@@ -258,7 +258,11 @@ class EmbeddedJob:
     # ------------------------------------------------------------------ faults
 
     def deal(self, fault: Fault) -> tuple[str, float, str]:
-        """Strike, and return when it is over: whom it struck, when it began, and what there is to note."""
+        """Inject a fault, and return when it is over.
+
+        Returns:
+            The name of the process that was struck, the time at which the fault began, and a note for the report.
+        """
         process = self._process(fault.role, fault.index)
         hit = self._moment(fault, process)
         began = time.monotonic()
@@ -270,7 +274,7 @@ class EmbeddedJob:
         return f"{process.name} ({process.pid})", began, self._without_base(note)
 
     def _without_base(self, text: str) -> str:
-        """A text without the directory of this run."""
+        """Return a text without the path of this run's directory."""
         return text.replace(f"{self._base}/", "")
 
     def _process(self, role: str, index: int) -> Child:
@@ -280,7 +284,7 @@ class EmbeddedJob:
         return working[index % len(working)].process
 
     def _moment(self, fault: Fault, process: Child) -> Hit | None:
-        """Somebody who has stopped at the fault's moment; None = it strikes at no certain one."""
+        """Wait until a process stops at the fault's moment; None = the fault has no moment, or no process stopped."""
         if not fault.moment:
             time.sleep(fault.after_s)
             return None
@@ -323,7 +327,7 @@ class EmbeddedJob:
         return ""
 
     def _last(self, fault: Fault, hit: Hit | None) -> None:
-        """Let time pass."""
+        """Wait for the duration of the fault."""
         if hit is not None:
             hit.release()
         time.sleep(fault.seconds)
@@ -345,7 +349,7 @@ class EmbeddedJob:
         process.wait(_END_S)
 
     def _end_coordinator(self, fault: Fault, hit: Hit | None) -> str:
-        """It ends, alone or with a shard server, and comes back with what is left of its state."""
+        """End the coordinator, alone or with a shard server, and restart it with the remains of its state."""
         process, state, note = self._process("coordinator", 0), self._cluster.state, ""
         if fault.kind is Kind.FAILING_DISK:
             state_files.cannot_write(process)
@@ -394,7 +398,7 @@ class EmbeddedJob:
         return f"{filled >> 10} KiB were free"
 
     def _flip(self, fault: Fault, process: Child, hit: Hit | None) -> str:
-        """Change a bit, and wait until it is told which: before, another fault could take the other copy."""
+        """Change a bit, and wait until the corruption is reported: a fault before that could remove the other copy."""
         before = len(self._corruptions())
         flipped: bit_flips.Flip | None = None
         deadline = time.monotonic() + _FLIP_S
@@ -414,13 +418,13 @@ class EmbeddedJob:
         return what if right else f"WRONG: {what}; the coordinator told {found or 'nothing'}"
 
     def _corruptions(self) -> list[str]:
-        """The texts of corruptions that the coordinator has told of."""
+        """Return the texts of the corruptions that the coordinator has reported."""
         return [sign.text for sign in list(self.observer.signs) if sign.kind == "corrupt"]
 
     # ------------------------------------------------------------------ memory, and the end
 
     def weigh(self, number: int) -> None:
-        """Note the resident bytes of every process, at the fault of that number."""
+        """Note the resident bytes of every process, after the fault of that number."""
         self._cluster.trim_memory()
         services = [self._process("coordinator", 0), *(self._process("shard", i) for i in range(self._options.shards))]
         for process in (*services, *(w.process for w in self._workers if self._is_working(w))):
@@ -428,10 +432,10 @@ class EmbeddedJob:
                 self.events.memory[f"{process.name} ({process.pid})"].append((number, resident))
 
     def finish(self) -> tuple[int, Values]:
-        """Have the workers end some steps later; returns the version they ended at, and the values.
+        """Let the workers end some steps later; returns the version at which they ended, and the values.
 
         Raises:
-            AxonError: they do not end, or differ.
+            AxonError: the workers do not end, or their values differ.
         """
         self.look()
         version = max((version for version, _ in self._commits), default=0) + _LAST_STEPS
@@ -454,7 +458,7 @@ class EmbeddedJob:
         return version, first
 
     def collected(self) -> Events:
-        """Everything that was observed."""
+        """Return all observed events."""
         self.events.commits = sorted(
             (Commit(version=v, generation=g, at=at) for (v, g), at in self._commits.items()), key=lambda c: c.at
         )
@@ -463,12 +467,12 @@ class EmbeddedJob:
         return self.events
 
     def samples(self) -> Samples:
-        """The use of the samples of the committed steps."""
+        """Return the use of the samples of the committed steps."""
         options = self._options
         return samples(self.events, options.batch, right_samples(options.samples, options.batch, training.SEED))
 
     def unfailed(self, version: int) -> Values:
-        """The values of the same job that nothing happens to, at a version. Other processes should have ended."""
+        """Return the values of the same job without faults, at a version. Other processes should have ended."""
         recipe, options = dataclasses.replace(self._recipe, pause_s=0.0), self._options
         limit_s = _START_S + _STEP_S * version
         return run_threads(
@@ -485,7 +489,7 @@ def _directory() -> Iterator[str]:
 
 
 def bits_different(ours: Values, theirs: Values) -> int:
-    """In how many bits two sets of values differ."""
+    """Count the bits in which two sets of values differ."""
     return sum(
         int(np.bitwise_count(ours[name].view(np.uint32) ^ value.view(np.uint32)).sum())
         for name, value in theirs.items()

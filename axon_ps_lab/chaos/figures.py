@@ -10,33 +10,33 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from axon_ps.data.elastic import ElasticBatch, Place, Position, SamplePlan
+from axon_ps.data.elastic import Coordinates, ElasticBatch, Position, SamplePlan
 from axon_ps_lab.chaos.plan import Fault
 
 IGNORED: Final = ("saving", "saved", "copied", "skipped")
-"""Events of the coordinator's history that no fault makes happen by itself."""
+"""Events of the coordinator's history that are not effects of a fault."""
 
 FLAT: Final = 1.10
 """Memory is flat if the median of the last quarter is at most so many times that of the second."""
 
 LEAST_WEIGHINGS: Final = 24
-"""A process that was weighed less often tells nothing: at first it warms up."""
+"""The fewest measurements by which a process's memory is judged: at first the process warms up."""
 
 Version = tuple[int, int]
-"""A version that a step began at, and the generation that it was tried in."""
+"""The version at which a step began, and the generation in which it was tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dealt:
-    """A fault that was dealt. All times are of one monotonic clock.
+    """A fault that was injected. All times are of one monotonic clock.
 
     Attributes:
-        fault: it.
+        fault: the fault.
         target: the process that it struck, by name.
-        began: when.
-        ended: when it was over: a successor runs, connections pass again.
-        complete: when the job had all its members and copies again; 0 = it never had.
-        note: what there is to say.
+        began: time at which it began.
+        ended: time at which it was over: a successor runs, connections are open again.
+        complete: time at which the job had all its members and copies again; 0 = it never had.
+        note: text for the report.
     """
 
     fault: Fault
@@ -49,12 +49,12 @@ class Dealt:
 
 @dataclass(frozen=True, kw_only=True)
 class Sign:
-    """An event that the coordinator told of: a loss, a change.
+    """An event that the coordinator reported: a loss, a change.
 
     Attributes:
-        at: when.
-        kind: as in the coordinator's history; "silent" = the coordinator itself answered no more.
-        text: in words.
+        at: its time.
+        kind: as in the coordinator's history; "silent" = the coordinator itself stopped answering.
+        text: a description.
     """
 
     at: float
@@ -64,12 +64,12 @@ class Sign:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A step of which a worker says that it has committed.
+    """A step that has committed according to a worker.
 
     Attributes:
-        version: that it began at.
-        generation: in which it was tried.
-        at: when the first worker knew.
+        version: version at which it began.
+        generation: generation in which it was tried.
+        at: time at which the first worker learned of it.
     """
 
     version: int
@@ -79,13 +79,13 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """A step that a worker has tried; of several at the same version in the same generation, the last.
+    """A step that a worker has tried; of several at the same version in the same generation, the last counts.
 
     Attributes:
-        process: which of the workers' processes, counted as they were started.
-        version: that it began at.
-        generation: in which.
-        epoch: of the data.
+        process: number of the worker's process, in the order of their start.
+        version: version at which it began.
+        generation: generation in which it was tried.
+        epoch: epoch of the data.
         samples: indices in the data set.
     """
 
@@ -98,16 +98,16 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class Events:
-    """Everything that was observed.
+    """All observed events.
 
     Attributes:
         dealt: the faults, in order.
-        signs: what the coordinator told, by time.
-        commits: by time.
-        attempts: of all workers.
-        aborted: when steps were aborted.
-        memory: by process, its resident bytes, and at which fault that was.
-        ends: workers that ended though nobody killed them, and why.
+        signs: the coordinator's reports, by time.
+        commits: committed steps, by time.
+        attempts: attempts of all workers.
+        aborted: times at which steps were aborted.
+        memory: by process, pairs of a fault's number and the resident bytes at that fault.
+        ends: workers that ended though no fault killed them, with the reason.
     """
 
     dealt: list[Dealt] = field(default_factory=list)
@@ -124,13 +124,13 @@ class Outcome:
     """The outcome of a fault.
 
     Attributes:
-        dealt: it.
-        detection_s: from its beginning until the coordinator told of it; None = nobody needed to notice it.
-        sign: what was told.
+        dealt: the fault.
+        detection_s: from its beginning until the coordinator reported it; None = it was not reported.
+        sign: the report.
         next_commit_s: from its beginning to the next committed step; None = there was none.
         longest_s: the longest time without a commit from its beginning until the next fault.
         complete_s: from its beginning until the job had all its members and copies again; None = it never had.
-        steps_lost: committed steps that were undone: the job was at an older version again.
+        steps_lost: committed steps that were undone, because the job returned to an older version.
         aborted: attempts, of all workers, that did not commit.
     """
 
@@ -145,7 +145,7 @@ class Outcome:
 
 
 def outcomes(events: Events) -> list[Outcome]:
-    """By fault, in order."""
+    """Return the outcome of each fault, in order."""
     starts = [dealt.began for dealt in events.dealt]
     times = [commit.at for commit in events.commits]
     end = max([*starts, *times, *(d.complete for d in events.dealt)], default=0.0)
@@ -171,7 +171,7 @@ def outcomes(events: Events) -> list[Outcome]:
 
 
 def _rolled_back(commits: Iterable[Commit]) -> list[tuple[float, int]]:
-    """When the job was at an older version again than before, and how many committed steps that has undone."""
+    """Return the times at which the job returned to an older version, and the committed steps that were undone."""
     top, found = -1, []
     for commit in commits:
         if commit.version <= top:
@@ -185,11 +185,11 @@ class Samples:
     """The use of the samples of all committed steps.
 
     Attributes:
-        steps: how many were committed.
-        missing_steps: versions between the first and the last from which no worker knows of a commit.
-        used: how many samples.
-        lost: how many should have been used by a committed step, and were not.
-        doubled: how many were used more often than they should have been.
+        steps: number of committed steps.
+        missing_steps: versions below the last committed one from which no worker knows of a commit.
+        used: number of samples used.
+        lost: number of samples that a committed step should have used, and did not.
+        doubled: number of samples that were used more often than they should have been.
     """
 
     steps: int
@@ -203,12 +203,12 @@ def samples(events: Events, batch: int, right: Callable[[int], Sequence[int]]) -
     """Compare the samples of committed steps with those that they should have had.
 
     Args:
-        events: what was observed.
+        events: the observed events.
         batch: samples of a step.
-        right: by version, the samples that the step that begins at it should have.
+        right: returns the samples that the step beginning at a version should have.
     """
     committed = {(commit.version, commit.generation): commit.at for commit in events.commits}
-    last: dict[int, Version] = {}  # what was committed again has replaced what was committed before
+    last: dict[int, Version] = {}  # a later commit of a version has replaced the earlier one
     for (version, generation), _ in sorted(committed.items(), key=lambda item: item[1]):
         last[version] = (version, generation)
     used: dict[int, Counter[int]] = defaultdict(Counter)
@@ -231,26 +231,26 @@ def samples(events: Events, batch: int, right: Callable[[int], Sequence[int]]) -
 
 
 def right_samples(length: int, batch: int, seed: int) -> Callable[[int], Sequence[int]]:
-    """By version, the samples of the step that begins at it, if none was ever lost or doubled."""
+    """Return a function that gives the samples of the step beginning at a version, if none was lost or doubled."""
     plan = SamplePlan(length, ElasticBatch(samples=batch, at_a_time=batch), seed=seed)
     steps = length // batch
 
     def of(version: int) -> Sequence[int]:
         position = Position(epoch=version // steps, samples=version % steps * batch)
-        return plan.indices(next(iter(plan.micro_batches(position, Place()))))
+        return plan.indices(next(iter(plan.micro_batches(position, Coordinates()))))
 
     return of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Whether a process's memory was flat.
+    """The growth of a process's memory.
 
     Attributes:
         process: its name.
-        faults: how many it has lived through.
+        faults: number of faults during its life.
         early_bytes: the median of its second quarter.
-        late_bytes: that of its last quarter.
+        late_bytes: the median of its last quarter.
     """
 
     process: str
@@ -260,12 +260,12 @@ class Memory:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it is."""
+        """True if the memory was flat; see `FLAT`."""
         return self.late_bytes <= FLAT * self.early_bytes
 
 
 def memory(weighed: Mapping[str, Sequence[tuple[int, int]]]) -> list[Memory]:
-    """Of the processes that lived long enough."""
+    """Return the memory of the processes that lived long enough."""
     found = []
     for process, series in weighed.items():
         if len(series) >= LEAST_WEIGHINGS:
@@ -278,7 +278,7 @@ def memory(weighed: Mapping[str, Sequence[tuple[int, int]]]) -> list[Memory]:
 
 
 def table(results: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """A row for each kind and role: how often, detection, next commit, what was lost."""
+    """Return a row for each kind and role: number of faults, detection, next commit, losses."""
     groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for result in results:
         groups[result.dealt.fault.kind.value, result.dealt.fault.role].append(result)
@@ -305,5 +305,5 @@ def _row(some: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def rounded(seconds: float) -> float:
-    """To milliseconds."""
+    """Round to milliseconds."""
     return round(seconds, 3)

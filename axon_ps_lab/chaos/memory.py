@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process that is in RAM and is no file's; 0 = it has ended."""
+    """Return the bytes of a process that are in RAM and do not belong to a file; 0 = the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""A job's account of itself: the coordinator's feed, followed in a thread of its own, and its status when asked."""
+"""Observation of a job: a thread follows the coordinator's feed, and the job's status can be requested."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Observer:
     """Follows a job, as a context manager.
 
     Args:
-        address: returns where the coordinator is; a successor may be elsewhere.
-        security: for its client.
+        address: returns the present address of the coordinator; a successor may have another.
+        security: how its client's connections are secured.
         job: the job's name.
 
     Attributes:
-        signs: events of the history, by time.
-        commits: steps that were committed, as the feed has them, which is to half a second complete.
+        signs: events of the job's history, by time.
+        commits: committed steps by the feed, which sends them up to half a second late.
     """
 
     def __init__(self, address: Callable[[], str], security: Security, job: str) -> None:
@@ -68,7 +68,7 @@ class Observer:
             self._loop.close()
 
     def status(self, timeout_s: float = 1.0) -> Status | None:
-        """The job now; None = the coordinator does not answer."""
+        """Return the job's status; None = the coordinator does not answer."""
 
         async def ask() -> Status:
             address = self._address()
@@ -83,7 +83,7 @@ class Observer:
             return None
 
     def restore(self, uri: str, timeout_s: float) -> str:
-        """Have the job load a checkpoint; why it did not, or ""."""
+        """Make the job load a checkpoint; returns the reason for a refusal, or ""."""
 
         async def ask() -> None:
             async with self._client(self._address()) as operator:
@@ -116,7 +116,7 @@ class Observer:
         self._following = asyncio.ensure_future(self._follow())
 
     async def _end(self) -> None:
-        """End what runs on the loop."""
+        """End the tasks of the loop."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following], timeout=_END_S)
@@ -142,7 +142,7 @@ class Observer:
                 self._take(event, time.monotonic() - event.at_s)
 
     def _take(self, event: watch_pb2.WatchEvent, began: float) -> None:
-        """Take an event of the feed, by whose arrival its history began at `began`, or earlier."""
+        """Process an event of the feed, whose history began at `began` at the latest, by the event's arrival."""
         if event.history != self._history:
             self._history, self._began, self._number = event.history, began, 0.0
         self._began = min(self._began, began)

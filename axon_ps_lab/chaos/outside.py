@@ -27,19 +27,19 @@ _RESTORE_S: Final = 60.0
 
 
 class RunningJob:
-    """A job that somebody else has started, as a context manager.
+    """A job that the campaign has not started, as a context manager.
 
-    What is killed has to be started again by whoever has started it: `axon-ps run`, systemd, Kubernetes.
+    A killed process has to be started again by the launcher of the job: `axon-ps run`, systemd, Kubernetes.
 
     Args:
-        job: how its processes are found.
-        coordinator: its "host:port".
-        security: for a client of it.
-        name: the job's name; empty = the one that the coordinator runs.
+        job: the settings by which its processes are found.
+        coordinator: the coordinator's "host:port".
+        security: how connections to the coordinator are secured.
+        name: the job's name; empty = the job that the coordinator runs.
 
     Attributes:
-        observer: what its coordinator tells.
-        events: what was observed.
+        observer: follows the coordinator's feed.
+        events: the observed events.
     """
 
     def __init__(self, job: Job, coordinator: str, security: Security, name: str) -> None:
@@ -49,10 +49,10 @@ class RunningJob:
         self._workers = self._shards = 0
 
     def __enter__(self) -> RunningJob:
-        """Look at the job.
+        """Follow the job's feed, and count its members.
 
         Raises:
-            Unreachable: its coordinator does not answer.
+            Unreachable: the coordinator does not answer.
         """
         self.observer.__enter__()
         if (status := self.observer.status(5.0)) is None:
@@ -71,14 +71,14 @@ class RunningJob:
 
     @property
     def newest(self) -> float:
-        """When the newest step was committed that is known of."""
+        """The time of the newest commit that is known."""
         return max((commit.at for commit in self.observer.commits[-3:]), default=0.0)
 
     def wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Wait for it.
+        """Wait for a condition.
 
         Raises:
-            AxonError: it did not come to pass in time.
+            AxonError: the condition did not hold in time.
         """
         deadline = time.monotonic() + limit_s
         while not done():
@@ -87,7 +87,7 @@ class RunningJob:
             time.sleep(_POLL_S)
 
     def is_complete(self) -> bool:
-        """Whether the job has as many members as when the campaign began, and all copies."""
+        """Return True if the job has as many members as when the campaign began, and all copies."""
         status = self.observer.status()
         return (
             status is not None
@@ -97,7 +97,7 @@ class RunningJob:
         )
 
     def deal(self, fault: Fault) -> tuple[str, float, str]:
-        """Strike, and return when it is over: whom it struck, when it began, and what there is to note."""
+        """Inject a fault, and return when it is over; see `Struck.deal`."""
         time.sleep(fault.after_s)
         if fault.kind is Kind.TRUNCATED_FILE:
             began = time.monotonic()
@@ -130,7 +130,7 @@ class RunningJob:
                     self.events.memory[f"{role} ({pid})"].append((number, resident))
 
     def collected(self) -> Events:
-        """Everything that was observed."""
+        """Return all observed events."""
         self.events.commits = sorted(self.observer.commits, key=lambda commit: commit.at)
         self.events.signs = sorted(self.observer.signs, key=lambda sign: sign.at)
         return self.events
@@ -138,10 +138,10 @@ class RunningJob:
     # ------------------------------------------------------------------ processes
 
     def _pids(self, role: str) -> list[int]:
-        """The processes of a role, on this host.
+        """Return the processes of a role, on this host.
 
         Raises:
-            ConfigurationError: there is none.
+            ConfigurationError: there are none.
         """
         if files := self._job.pid_files.get(role):
             return [_read_pid(Path(file)) for file in files]
@@ -160,10 +160,10 @@ def _addresses(status: Status | None, role: str) -> list[str]:
 
 
 def _read_pid(path: Path) -> int:
-    """The process id in a file.
+    """Return the process id in a file.
 
     Raises:
-        ConfigurationError: it cannot be read, or there is no number of a process that runs in it.
+        ConfigurationError: the file cannot be read, or does not contain the id of a running process.
     """
     try:
         pid = int(path.read_text(encoding="ascii"))
@@ -177,7 +177,7 @@ def _read_pid(path: Path) -> int:
 
 
 def listener(address: str) -> int:
-    """The process of this host that listens at "host:port"; -1 = none, or it is on another host."""
+    """Return the process of this host that listens at "host:port"; -1 = there is none, or it is on another host."""
     host, _, port = address.rpartition(":")
     if host.strip("[]") not in ("127.0.0.1", "::1", "localhost", "0.0.0.0", socket.gethostname()):
         return -1
@@ -188,7 +188,7 @@ def _send(pid: int, number: int) -> None:
     """Send a signal.
 
     Raises:
-        ConfigurationError: this user may not.
+        ConfigurationError: this user may not signal the process.
     """
     try:
         os.kill(pid, number)

@@ -58,7 +58,7 @@ Report = Mapping[str, Any]
 
 
 def page(report: Report) -> str:
-    """The page of a report."""
+    """Return the page of a report."""
     title = f"Chaos: {report['faults']} faults, seed {report['seed']}"
     sections = (
         f"<h1>{escape(title)}</h1>",
@@ -133,15 +133,15 @@ def _svg(height: int, content: Sequence[str]) -> str:
 
 
 def _axis(report: Report, height: int) -> list[str]:
-    """Times below a picture."""
+    """Draw the times below a picture."""
     step = _round_step(report["seconds"] / 8)
-    marks = []
+    ticks = []
     for number in range(int(report["seconds"] / step) + 1):
         x = _x(number * step, report)
         label = f"{number * step / 60:g} min" if step >= 60 else f"{number * step:g} s"
-        marks.append(f'<line class=grid x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
-        marks.append(f'<text x="{x:.1f}" y="{height + 14}" text-anchor="middle">{label}</text>')
-    return marks
+        ticks.append(f'<line class=grid x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
+        ticks.append(f'<text x="{x:.1f}" y="{height + 14}" text-anchor="middle">{label}</text>')
+    return ticks
 
 
 def _round_step(seconds: float) -> float:
@@ -180,7 +180,7 @@ def _hint(entry: Mapping[str, Any]) -> str:
 
 
 def _waits(report: Report) -> str:
-    """A point for each fault, the time to the next commit on a logarithmic scale."""
+    """Draw a point for each fault, the time to the next commit on a logarithmic scale."""
     low, high = -2.0, 2.0
     content = _axis(report, _PLOT + 40)
     for decade in range(int(low), int(high) + 1):
@@ -213,7 +213,7 @@ def _commits(report: Report) -> str:
 
 
 def _memory(report: Report) -> str:
-    """The resident bytes of processes that lived long, over the faults."""
+    """Draw the resident bytes of processes that lived long, over the faults."""
     series = report["memory_mib"]
     if not series:
         return ""

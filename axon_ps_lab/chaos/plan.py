@@ -1,4 +1,4 @@
-"""The faults of a campaign: a list that follows from its file and its seed alone. Pure."""
+"""The faults of a campaign: a list that depends on the campaign's file and seed alone. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 from axon_ps_lab.chaos.campaign import END_THE_COORDINATOR, LASTING, Campaign, Embedded, Job, Kind, KindOptions
 
 OUTAGES: Final = (Kind.FREEZE, Kind.BLACK_HOLE, Kind.PARTITION, Kind.CUT)
-"""A worker that is struck by one of these for longer than its lease is a member no more."""
+"""A worker that is struck by one of these for longer than its lease stops being a member."""
 
 MOMENTS: Final = ("GATHER", "FORWARD", "BACKWARD", "PUSH", "VOTE", "BETWEEN_STEPS", "DECISION")
 
 JITTER_S: Final = 0.08
-"""A fault that strikes at no certain moment of a step comes up to so much later."""
+"""The largest random delay of a fault that has no moment, in seconds."""
 
-Place = tuple[str, int]
-"""A role, and which of them: a shard server by its rank, a worker by its age, the oldest first."""
+ProcessKey = tuple[str, int]
+"""A role and a number: of a shard server its rank, of a worker its position by age, the oldest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +25,16 @@ class Fault:
     """One fault.
 
     Attributes:
-        number: from 1.
-        kind: what happens.
-        role: to whom.
-        index: to which of them.
-        seconds: how long it lasts; 0 = it is done at once.
+        number: its number, from 1.
+        kind: its kind.
+        role: role of the process that it strikes.
+        index: number of that process; see `ProcessKey`.
+        seconds: its duration; 0 = it is over at once.
         amount: clock_jump: seconds; slow_link: bytes a second.
-        side: partition: the members that cannot reach the others; cut: the other of the two.
+        side: partition: the members that cannot reach the others; cut: the second of the two members.
         moment: the moment of a step at which it strikes; empty = after `after_s`.
-        after_s: how long after the quiet that the job is left in.
-        seed: for what is chosen when it strikes.
+        after_s: seconds between the quiet time and the fault, if it has no moment.
+        seed: seed of the choices that are made when it strikes.
     """
 
     number: int
@@ -43,14 +43,14 @@ class Fault:
     index: int
     seconds: float = 0.0
     amount: float = 0.0
-    side: tuple[Place, ...] = ()
+    side: tuple[ProcessKey, ...] = ()
     moment: str = ""
     after_s: float = 0.0
     seed: int = 0
 
     @property
     def name(self) -> str:
-        """The fault, in words."""
+        """The fault as text."""
         lasting = f" for {self.seconds:g} s" if self.seconds else ""
         amount = {Kind.CLOCK_JUMP: f" by {self.amount:+g} s", Kind.SLOW_LINK: f" of {self.amount / 1e6:g} MB/s"}
         at = f" at {self.moment}" if self.moment else ""
@@ -59,7 +59,7 @@ class Fault:
 
 
 def planned(campaign: Campaign) -> list[Fault]:
-    """The faults of a campaign, in order."""
+    """Return the faults of a campaign, in order."""
     chance = random.Random(campaign.seed)
     return [_fault(campaign, number, chance) for number in range(1, campaign.faults + 1)]
 
@@ -76,7 +76,7 @@ def _fault(campaign: Campaign, number: int, chance: random.Random) -> Fault:
     index = chance.choice(indices[role])
     amount = {Kind.CLOCK_JUMP: chance.choice(options.jump_s), Kind.SLOW_LINK: options.bytes_per_s}.get(kind, 0.0)
     moment = chance.choice(MOMENTS) if chance.random() < campaign.moments and isinstance(target, Embedded) else ""
-    side: tuple[Place, ...] = ()
+    side: tuple[ProcessKey, ...] = ()
     if kind is Kind.PARTITION and isinstance(target, Embedded):
         side = _side(target, (role, index), chance, spares=spares)
     if kind is Kind.CUT and isinstance(target, Embedded):
@@ -98,8 +98,8 @@ def _fault(campaign: Campaign, number: int, chance: random.Random) -> Fault:
 def _indices(
     target: Embedded | Job, kind: Kind, options: KindOptions, seconds: float, *, spares: bool
 ) -> dict[str, range]:
-    """By role, who may be struck."""
-    if isinstance(target, Job):  # how many there are is found out when it strikes
+    """Return by role the numbers of the processes that may be struck."""
+    if isinstance(target, Job):  # the number of processes is determined when the fault strikes
         return dict.fromkeys(options.roles, range(64))
     counts = {"coordinator": 1, "shard": target.shards, "worker": target.workers}
     leaves = kind in OUTAGES and seconds >= target.lease_s / 2
@@ -108,8 +108,8 @@ def _indices(
     return {role: some for role, some in found.items() if some} or dict.fromkeys(options.roles, range(1))
 
 
-def _side(target: Embedded, first: Place, chance: random.Random, *, spares: bool) -> tuple[Place, ...]:
-    """The members of the smaller side: fewer shard servers than a slice has copies, and none that is spared."""
+def _side(target: Embedded, first: ProcessKey, chance: random.Random, *, spares: bool) -> tuple[ProcessKey, ...]:
+    """Choose the members of the smaller side: fewer shard servers than a slice has copies, and no spared member."""
     members = [("worker", index) for index in range(1 if spares else 0, target.workers)]
     if first[0] == "worker" and target.replication > 1:
         members += [("shard", chance.randrange(target.shards))]
@@ -117,7 +117,7 @@ def _side(target: Embedded, first: Place, chance: random.Random, *, spares: bool
     return tuple(sorted({first, *others}))
 
 
-def _other(target: Embedded, first: Place, chance: random.Random) -> Place:
-    """A shard server that a member cannot reach; a worker, if there is no other."""
+def _other(target: Embedded, first: ProcessKey, chance: random.Random) -> ProcessKey:
+    """Choose a shard server that a member cannot reach; a worker, if there is no other server."""
     others = [("shard", index) for index in range(target.shards) if ("shard", index) != first]
     return chance.choice(others or [("worker", index) for index in range(target.workers)])

@@ -1,4 +1,4 @@
-"""The report of a campaign: a summary, a row for each kind and role, and every fault, as JSON. Pure."""
+"""The report of a campaign as JSON: a summary, the table of `figures`, and every fault. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from axon_ps_lab.chaos.figures import Events, Outcome, memory, rounded, table
 from axon_ps_lab.chaos.runner import Result
 
 BINS: Final = 240
-"""Of the curve of commits over time."""
+"""Points of the curve of commits over time."""
 
 POINTS: Final = 60
-"""Of the curve of a process's memory."""
+"""The most points of the curve of a process's memory."""
 
 
 def report(result: Result) -> dict[str, Any]:
-    """A result as JSON."""
+    """Return a result as JSON."""
     some, samples = result.outcomes, result.samples
     commits = sorted(o.next_commit_s for o in some if o.next_commit_s is not None)
     target = result.campaign.target
@@ -56,18 +56,18 @@ def report(result: Result) -> dict[str, Any]:
 
 
 def _curve(result: Result) -> dict[str, Any]:
-    """Committed steps a second, over time."""
+    """Return the committed steps a second, over time."""
     width_s = max(1.0, result.seconds / BINS)
     counts = [0] * (int(result.seconds / width_s) + 1)
     for commit in result.events.commits:
-        place = int((commit.at - result.began) // width_s)
-        if 0 <= place < len(counts):
-            counts[place] += 1
+        index = int((commit.at - result.began) // width_s)
+        if 0 <= index < len(counts):
+            counts[index] += 1
     return {"bin_s": round(width_s, 3), "values": [round(count / width_s, 2) for count in counts]}
 
 
 def _series(events: Events) -> dict[str, list[tuple[int, float]]]:
-    """By process that lived long enough, at which fault its memory was how large."""
+    """Return, for each process that lived long enough, pairs of a fault's number and MiB of memory."""
     return {m.process: _thinned([(n, round(b / 2**20, 1)) for n, b in events.memory[m.process]]) for m in
             memory(events.memory)}  # fmt: skip
 

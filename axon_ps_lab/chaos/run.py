@@ -1,4 +1,4 @@
-"""A whole campaign: the job that it strikes, its faults, and the comparison with a job that nothing happened to."""
+"""A whole campaign: the job that it strikes, its faults, and the comparison with a job without faults."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from axon_ps_lab.chaos.runner import Emit, Result, Runner
 
 
 def run_embedded(campaign: Campaign, emit: Emit) -> Result:
-    """Start a job on this machine, strike it, and compare it bit by bit with one that nothing happens to.
+    """Start a job on this machine, strike it, and compare it bit by bit with a job without faults.
 
-    It is interrupted by Ctrl-C: all processes are ended then, and what was observed so far is returned. Call it on a
+    Ctrl-C interrupts the campaign: all processes are ended, and the events observed so far are returned. Call it on a
     thread that outlives the job's processes.
 
     Args:
-        campaign: with [embedded].
-        emit: is given a line for every fault, and for what takes long.
+        campaign: a campaign with [embedded].
+        emit: called with a line for every fault, and for slow work.
 
     Raises:
         AxonError: the job does not start.
@@ -51,7 +51,7 @@ def run_embedded(campaign: Campaign, emit: Emit) -> Result:
 
 
 def _finished(job: EmbeddedJob, result: Result) -> Values | None:
-    """The values at the end; None = the job did not come to one."""
+    """Return the job's values at its end; None = the job did not end well."""
     try:
         with contextlib.suppress(KeyboardInterrupt):
             result.steps, values = job.finish()
@@ -69,15 +69,15 @@ def run_outside(campaign: Campaign, coordinator: str, security: Security, name: 
     """Strike a job that runs already.
 
     Args:
-        campaign: with [job].
-        coordinator: its "host:port", if the campaign names none.
-        security: for a client of the coordinator.
-        name: of the job; empty = the one that the coordinator runs.
-        emit: is given a line for every fault.
+        campaign: a campaign with [job].
+        coordinator: the coordinator's "host:port", if the campaign does not name it.
+        security: how connections to the coordinator are secured.
+        name: name of the job; empty = the job that the coordinator runs.
+        emit: called with a line for every fault.
 
     Raises:
-        ConfigurationError: nobody says which job, or processes of it are not found.
-        Unreachable: its coordinator does not answer.
+        ConfigurationError: no coordinator is given, or processes of the job are not found.
+        Unreachable: the coordinator does not answer.
     """
     assert isinstance(campaign.target, Job)
     address = campaign.target.coordinator or coordinator

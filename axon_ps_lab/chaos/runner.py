@@ -1,4 +1,4 @@
-"""A campaign's faults, dealt one after the other to a job; see `report` for what came of them."""
+"""The run of a campaign: its faults are injected into a job one after the other; `report` has their effects."""
 
 from __future__ import annotations
 
@@ -27,26 +27,35 @@ class Struck(Protocol):
 
     @property
     def newest(self) -> float:
-        """When the newest step was committed that is known of."""
+        """The time of the newest commit that is known."""
 
     def wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Wait for it.
+        """Wait for a condition.
+
+        Args:
+            done: the condition.
+            limit_s: seconds that it may take.
+            what: begin of the error message.
 
         Raises:
-            AxonError: it did not come to pass in time.
+            AxonError: the condition did not hold in time.
         """
 
     def is_complete(self) -> bool:
-        """Whether the job has all members and copies."""
+        """Return True if the job has all members and copies."""
 
     def deal(self, fault: Fault) -> tuple[str, float, str]:
-        """Strike, and return when it is over: whom it struck, when it began, and what there is to note."""
+        """Inject a fault, and return when it is over.
+
+        Returns:
+            The name of the process that was struck, the time at which the fault began, and a note for the report.
+        """
 
     def weigh(self, number: int) -> None:
         """Note the memory of every process."""
 
     def collected(self) -> Events:
-        """Everything that was observed."""
+        """Return all observed events."""
 
 
 @dataclass(kw_only=True)
@@ -54,16 +63,16 @@ class Result:
     """The outcome of a campaign.
 
     Attributes:
-        campaign: it.
-        events: what was observed.
-        began: when it began, of the events' clock.
-        seconds: how long the faults took.
-        samples: what became of them; None = it cannot be known.
-        steps: committed steps that the values are compared at; 0 = they were not.
-        bits_different: from the job that nothing happened to; None = they were not compared.
-        problems: what went wrong, in words.
-        stopped: why it ended before its last fault; empty = it did not.
-        interrupted: whether somebody had it end.
+        campaign: the campaign.
+        events: the observed events.
+        began: time at which it began, by the events' clock.
+        seconds: duration of the faults.
+        samples: the use of the samples; None = unknown.
+        steps: committed steps after which the values are compared; 0 = they were not compared.
+        bits_different: bits in which the values differ from those of a job without faults; None = not compared.
+        problems: descriptions of errors.
+        stopped: the reason why it ended before its last fault; empty = it did not.
+        interrupted: whether a user has interrupted it.
     """
 
     campaign: Campaign
@@ -79,12 +88,12 @@ class Result:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """By fault."""
+        """The outcomes of the faults, in order."""
         return outcomes(self.events)
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost, no bit differs, memory was flat, and the campaign came to its end."""
+        """True if nothing was lost, no bit differs, memory was flat, and the campaign was not stopped."""
         lost = sum(outcome.steps_lost for outcome in self.outcomes)
         wrong = self.samples is not None and (self.samples.lost or self.samples.doubled)
         flat = all(m.is_flat for m in memory(self.events.memory))
@@ -93,8 +102,9 @@ class Result:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Yields whether Ctrl-C was pressed: its `KeyboardInterrupt` is lost where Python ignores exceptions, in a
-    finalizer or a callback of C code.
+    """Yield a function that returns True once Ctrl-C was pressed.
+
+    The `KeyboardInterrupt` itself is lost where Python ignores exceptions: in a finalizer or a callback of C code.
     """
     seen: list[int] = []
 
@@ -113,12 +123,12 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 class Runner:
-    """Deals the faults of a campaign to a job, one after the other.
+    """Injects the faults of a campaign into a job, one after the other.
 
     Args:
-        campaign: it.
-        job: what is struck; it runs.
-        emit: is given a line for every fault.
+        campaign: the campaign.
+        job: the job that is struck; it runs.
+        emit: called with a line for every fault.
     """
 
     def __init__(self, campaign: Campaign, job: Struck, emit: Emit) -> None:
@@ -126,7 +136,7 @@ class Runner:
         self.result = Result(campaign=campaign, events=Events(), began=time.monotonic())
 
     def run(self) -> Result:
-        """All of it, as far as it comes: until the job does not heal, time is over, or it is interrupted."""
+        """Run the campaign until its last fault, until the job does not heal, time is over, or it is interrupted."""
         result, began = self.result, time.monotonic()
         try:
             with interrupts() as interrupted:
@@ -173,7 +183,7 @@ class Runner:
             self._job.weigh(fault.number)
 
     def _heal(self, since: float) -> float:
-        """Wait until the job is complete and has committed since; returns when it was."""
+        """Wait until the job is complete and has committed a step after `since`; returns when it was complete."""
         patience_s = self._campaign.patience_s
         self._job.wait(self._job.is_complete, patience_s, "the job had not all its members and copies again")
         complete = time.monotonic()

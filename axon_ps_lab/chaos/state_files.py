@@ -1,4 +1,4 @@
-"""A coordinator's state on disk, as disks and people leave it: it cannot be written, is a copy, or has lost its end."""
+"""Faults of a coordinator's state on disk: it cannot be written, is replaced by an old copy, or has lost its end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from axon_ps.host.children import Child
 
 
 def cannot_write(process: Child) -> None:
-    """From now on what a process writes to files fails: sqlite tells of an input/output error."""
+    """Make all further writes of a process to files fail: sqlite reports an input/output error."""
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))
 
 
 def copy(process: Child, state: Path) -> Mapping[Path, bytes]:
-    """The files of a process's state, which it does not write to meanwhile."""
+    """Return the files of a process's state; the process is stopped meanwhile."""
     process.send_signal(signal.SIGSTOP)
     try:
         return {path: path.read_bytes() for path in _files(state)}
@@ -27,7 +27,7 @@ def copy(process: Child, state: Path) -> Mapping[Path, bytes]:
 
 
 def put_back(files: Mapping[Path, bytes], state: Path) -> str:
-    """Put a copy in the place of what there is; what there is to note."""
+    """Replace a state by a copy; returns a note for the report."""
     size = 0
     for path in _files(state):
         size += path.stat().st_size
@@ -38,7 +38,7 @@ def put_back(files: Mapping[Path, bytes], state: Path) -> str:
 
 
 def cut_journal(state: Path, seed: int) -> str:
-    """Cut the end of a state's journal; what there is to note."""
+    """Cut the end of a state's journal; returns a note for the report."""
     journal = _journal(state)
     if not journal.exists() or not (size := journal.stat().st_size):
         return "there was no journal"
@@ -48,7 +48,7 @@ def cut_journal(state: Path, seed: int) -> str:
 
 
 def _journal(state: Path) -> Path:
-    return state.with_name(f"{state.name}-wal")  # sqlite's
+    return state.with_name(f"{state.name}-wal")  # sqlite's name
 
 
 def _files(state: Path) -> list[Path]:

@@ -1,7 +1,7 @@
-"""The workers of a campaign's own job: they train a small model on samples that are dealt by committed step.
+"""The workers of a campaign's own job: they train a small model on samples that belong to committed steps.
 
-A worker writes down what it is given before it computes with it, and what has committed: a sample was used if its
-attempt has committed, whatever became of the worker.
+A worker writes each attempt to a file before it computes, and each commit after it. So the samples of a committed
+attempt are known even if the worker dies.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from axon_ps.worker.world import World
 from axon_ps_lab.chaos.campaign import Embedded
 
 LAST = "last"
-"""The file that says after which version to end."""
+"""The name of the file with the version after which workers end."""
 
 NOTES, WAITING = "notes-", "waiting-"
-"""How the files begin that a worker writes; its process id follows."""
+"""The first parts of the names of a worker's files; the worker's number follows."""
 
 INPUTS = 16
 LAYERS = 3
@@ -37,7 +37,7 @@ SEED = 7
 Values = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
 _SEEDED = threading.Lock()
-"""Workers that are threads have one random generator."""
+"""The lock of torch's random generator, which workers that are threads share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,10 @@ class Recipe:
     """The model that is trained.
 
     Attributes:
-        width: of the model's layers.
-        samples: of the data set.
+        width: width of the model's layers.
+        samples: samples of the data set.
         batch: samples of a step.
-        pause_s: what a worker waits between steps.
+        pause_s: seconds that a worker waits between steps.
     """
 
     width: int
@@ -58,13 +58,13 @@ class Recipe:
 
     @classmethod
     def of(cls, embedded: Embedded) -> Recipe:
-        """That of a campaign."""
+        """Return the recipe of a campaign's job."""
         width = max(4, round((embedded.parameters / LAYERS) ** 0.5))
         return cls(width=width, samples=embedded.samples, batch=embedded.batch, pause_s=embedded.pause_s)
 
 
 def build(recipe: Recipe) -> nn.Module:
-    """The model, the same everywhere."""
+    """Make the model, which is the same in every process."""
     with _SEEDED:
         torch.manual_seed(SEED)
         width = recipe.width
@@ -73,14 +73,14 @@ def build(recipe: Recipe) -> nn.Module:
 
 
 def data_of(recipe: Recipe) -> TensorDataset:
-    """The data set, the same everywhere."""
+    """Make the data set, which is the same in every process."""
     generator = torch.Generator().manual_seed(SEED)
     inputs = torch.randn(recipe.samples, INPUTS, generator=generator)
     return TensorDataset(inputs, torch.randn(recipe.samples, 1, generator=generator))
 
 
 def worker(directory: str, number: int, recipe: Recipe) -> Values:
-    """A process: join the job, perhaps in the place of one that was lost, and train until it is asked to end."""
+    """Run a worker process: join the job, perhaps in place of a lost worker, and train until the last version."""
     folder = Path(directory)
     (folder / f"{WAITING}{number}").touch()
     with World.init(timeout_s=60.0) as world, open(folder / f"{NOTES}{number}", "w", encoding="utf-8") as file:
@@ -94,7 +94,7 @@ def worker(directory: str, number: int, recipe: Recipe) -> Values:
 
 
 def last_version(directory: Path) -> int:
-    """The version that is asked for; 0 = none yet."""
+    """Return the version after which to end; 0 = none yet."""
     try:
         return int((directory / LAST).read_text(encoding="ascii"))
     except (FileNotFoundError, ValueError):
@@ -102,18 +102,18 @@ def last_version(directory: Path) -> int:
 
 
 def undisturbed(world: World, recipe: Recipe, last: int) -> Values:
-    """The same job that nothing happens to: one of its workers, a thread."""
+    """Run one worker, a thread, of the same job without faults."""
     return train(world, recipe, lambda: last, lambda **_: None)
 
 
 def train(world: World, recipe: Recipe, last: Callable[[], int], note: Callable[..., None]) -> Values:
-    """Train to a version; the values then.
+    """Train until a version; returns the values then.
 
     Args:
         world: the job.
-        recipe: what is trained.
-        last: the version to end at; 0 = go on.
-        note: writes something down.
+        recipe: the model and its data.
+        last: returns the version to end at; 0 = go on.
+        note: writes its arguments to the worker's notes.
     """
     torch.set_num_threads(1)
     model = FSDP(

@@ -90,7 +90,7 @@ def _show(content: Mapping[str, Any], out: Path) -> None:
 
 
 def summary(content: Mapping[str, Any]) -> list[str]:
-    """A report in a few lines."""
+    """Return a report as a few lines."""
     unknown = "not known"
     figures = {name: unknown if content[name] is None else content[name] for name in content}
     lines = [

@@ -1,8 +1,8 @@
 """The costs of this library on this machine: `axon-ps doctor --measure FILE` writes them as a `Profile`.
 
-Owns: how each figure is measured. All but the time of a decision are processor seconds: of this process, which is the
-worker, and of a shard server on this host. Between them everything is sent, as between two hosts; no memory is shared.
-Each figure is the median of several repetitions.
+Owns: the method of each measurement. Every figure but the time of a decision is in processor seconds: of this process,
+which is the worker, and of a shard server on this host. Everything is sent between them, as between two hosts; no
+memory is shared. Each figure is the median of several repetitions.
 
 A step is measured in three intervals:
 
@@ -14,7 +14,7 @@ A version is encoded once, however many workers gather it: its cost is that of t
 arithmetic, which is measured by itself. The costs of a push and a gather beside their elements are measured with small
 units, and subtracted.
 
-Figures are differences, and noise can make a small one 0 or less; `FLOOR_S` takes its place then.
+Figures are differences, and noise can make a small one 0 or less; it is replaced by `FLOOR_S` then.
 
 Note: [Processor time of another process]
     The kernel brings the clock of a process up to date when the process sleeps, and at timer interrupts, which are
@@ -62,7 +62,7 @@ _HYPER: Final = ({"lr": 1e-3},)
 
 
 def _wires() -> dict[str, WirePrecision]:
-    """The forms in which both parameters and gradients travel, by name."""
+    """Return the forms in which both parameters and gradients are sent, by name."""
     compressed = {how.name: how for how in (compressor("int8"), compressor("int4"))}
     return {
         "float32": WirePrecision(),
@@ -326,7 +326,7 @@ def _update_s(name: str, sizes: Sizes) -> float:
 
 
 def _median(costs: Sequence[_Cost], *, by: int) -> _Cost:
-    """The medians, divided by a count."""
+    """Return the medians, divided by a count."""
     return _Cost(
         statistics.median(cost.worker_s for cost in costs) / by, statistics.median(cost.server_s for cost in costs) / by
     )

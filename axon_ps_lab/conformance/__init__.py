@@ -1,8 +1,8 @@
 """The conformance suite of `Backend`, for all implementations.
 
-All ranks of a group call `run_conformance` together, each with its own backend object; the cases run in lock-step and
-compare with plain numpy. `run_in_threads` and `run_in_world` make the groups: of threads, and of a job's workers;
-`conformance_worker` is a worker process of a `LocalCluster` that does the latter.
+All ranks of a group call `run_conformance` together, each with its own backend object. The cases run in lock-step and
+compare with plain numpy. `run_in_threads` makes groups of threads, `run_in_world` groups of a job's workers.
+`conformance_worker` runs `run_in_world` in a worker process of a `LocalCluster`.
 
     reports = run_in_threads(4, MockBackend)
     assert all(report.ok for report in reports), reports

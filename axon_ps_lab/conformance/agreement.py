@@ -67,7 +67,7 @@ def _disagree(trial: Trial, what: str, calls: list[Call]) -> None:
 
 
 def one_rank_disagrees(trial: Trial) -> None:
-    """On operation, shape, dtype, reduce operation or root: the error on every rank names the calls of all."""
+    """One rank makes another operation, or has another shape, dtype, reduction or root: the error names all calls."""
     trial.needs_ranks(2)
     for what, (most, odd) in _PAIRS.items():
         usual = most(trial)
@@ -133,7 +133,7 @@ def all_to_all_counts_that_do_not_match(trial: Trial) -> None:
 
 
 def what_cannot_be_done_is_refused(trial: Trial) -> None:
-    """Arrays that do not fit and operations without a meaning are errors before anything is sent."""
+    """Arrays of a wrong size and operations without a meaning are refused before anything is sent."""
     wrong: dict[str, tuple[Call, int]] = {}
     for what, operation, dtype, op, numel in (
         ("the average of integers", Operation.ALL_REDUCE, DType.I32, ReduceOp.AVERAGE, 4),
@@ -176,7 +176,7 @@ def one_rank_refuses(trial: Trial) -> None:
 
 
 def everybody_refuses(trial: Trial) -> None:
-    """Then all ranks agree, and there is no error."""
+    """All ranks refuse: they agree, and there is no error."""
     call = _all_reduce()(trial)
     trial.perform(trial.arrays(call.refused(InvalidRequest(f"rank {trial.rank} will not"))))
 

@@ -1,6 +1,6 @@
 """Every collective of a group, called with invalid arguments on one rank: all ranks get the error, and soon.
 
-Owns: a right and some wrong ways to call each of them. The right one must work afterwards.
+Owns: one right call and some wrong calls of each collective. The right call must work after the wrong ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement
 
 PROMPT_S = 60.0
-"""How long an error may take to arrive: far less than a time-out, also on a busy machine."""
+"""Seconds that an error may take to arrive: far less than a time-out, also on a busy machine."""
 
 _Call = Callable[..., object]
 
@@ -25,8 +25,8 @@ class Mistake:
     """A collective, called correctly and wrongly.
 
     Args:
-        right: takes the group; a valid call.
-        wrong: the same, with invalid arguments.
+        right: a valid call; it takes the group.
+        wrong: the same call with invalid arguments.
     """
 
     def __init__(self, right: _Call, *wrong: _Call) -> None:
@@ -128,7 +128,7 @@ def check_arguments(group: ProcessGroup) -> list[str]:
     """Call every collective with a mistake on the last rank; all ranks of the group must call this.
 
     Returns:
-        What was wrong, as text.
+        Descriptions of the errors found.
     """
     wrong: list[str] = []
     odd = group.rank == group.world_size - 1

@@ -14,10 +14,10 @@ from axon_ps.types import Array, DType
 
 
 class DeviceBackend(Backend):
-    """Copies arrays to the device, has the backend do the call there, and copies them back.
+    """Copies arrays to the device, lets the backend make the call there, and copies them back.
 
     Args:
-        backend: takes device arrays.
+        backend: a backend of device arrays.
         to_device: makes a device array of a numpy array; such arrays have cupy's `get()`, and slices share memory.
     """
 
@@ -71,6 +71,6 @@ class DeviceBackend(Backend):
 
 
 def _same_range(device_buffer: Any, buffer: Array, view: Array) -> Any:
-    """The part of the device's array that corresponds to `view` of the host's."""
+    """Return the part of the device's array that corresponds to `view` of the host's."""
     begin = (view.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]) // buffer.itemsize
     return device_buffer[begin : begin + view.size]

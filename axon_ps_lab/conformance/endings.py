@@ -54,7 +54,7 @@ def rank_0_does_not_come(trial: Trial) -> None:
 
 
 def the_last_rank_does_not_come(trial: Trial) -> None:
-    """It neither calls the barrier nor sends to rank 0, which waits for both."""
+    """The last rank neither calls the barrier nor sends to rank 0, which waits for both."""
     trial.needs_ranks(2)
     last = trial.n - 1
     call = trial.call(Operation.BARRIER)
@@ -77,14 +77,14 @@ def the_last_rank_does_not_come(trial: Trial) -> None:
 
 
 def an_abort_ends_what_is_pending(trial: Trial) -> None:
-    """From another thread, at once, with the error that was given; then closing, twice."""
+    """An abort by another thread ends calls at once with the given error; the group can then be closed, twice."""
     trial.needs_ranks(2)
     lost = MemberLost(f"rank {trial.ranks[-1]} has left the job")
     if trial.rank == trial.n - 1:
         return
     call = trial.call(Operation.ALL_REDUCE, DType.F32, (70_000,))
     request = trial.arrays(call)
-    caught: list[str] = []  # not the errors, whose tracebacks would keep the backend
+    caught: list[str] = []  # texts, because the tracebacks of errors would keep the backend alive
 
     def receive() -> None:
         try:

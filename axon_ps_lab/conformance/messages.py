@@ -21,7 +21,7 @@ def _message(dtype: DType, numel: int, sender: int, number: int = 0) -> Array:
 
 
 def _neighbours(trial: Trial) -> tuple[int, int]:
-    """The rank before and the rank after this one, in a ring."""
+    """Return the ranks before and after this one, in a ring."""
     trial.needs_ranks(2)
     return (trial.rank - 1) % trial.n, (trial.rank + 1) % trial.n
 
@@ -43,7 +43,7 @@ def a_ring_in_every_dtype_and_size(trial: Trial) -> None:
 
 
 def messages_of_one_tag_arrive_in_order(trial: Trial) -> None:
-    """Though their sizes differ."""
+    """Messages of different sizes arrive in order."""
     before, after = _neighbours(trial)
     sizes = [100, 1, 70_000, 0, 5]
 
@@ -72,7 +72,7 @@ def tags_are_distinguished(trial: Trial) -> None:
 
 
 def from_any_rank(trial: Trial) -> None:
-    """Rank 0 receives from any rank, and gets the sender's."""
+    """Rank 0 receives from any rank, and gets the sender's rank."""
     trial.needs_ranks(2)
     for round_ in range(2):
         if trial.rank:
@@ -89,7 +89,7 @@ def from_any_rank(trial: Trial) -> None:
 
 
 def everybody_to_everybody_from_many_threads(trial: Trial) -> None:
-    """As many concurrent sends and receives as there are ranks."""
+    """There are as many concurrent sends and receives as there are ranks."""
     trial.needs_ranks(2)
     others = [r for r in range(trial.n) if r != trial.rank]
     receivers = [

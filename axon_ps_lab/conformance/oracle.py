@@ -1,6 +1,7 @@
 """The expected results of collectives: data that every rank makes from a seed, and its reductions in plain numpy.
 
-Owns nothing of the backends' code: bf16 is done with bit tricks here, so that an error in our casts shows.
+Owns: its own arithmetic, without the backends' code. bf16 is computed with bit operations here, so that an error in
+axon_ps's casts shows.
 
     shape legend: m = elements; a bf16 array is uint16 in memory. Blocks of int8 widen to f32[m, 256].
 """
@@ -18,10 +19,10 @@ from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType, ReduceOp
 
 HALVES = (DType.BF16, DType.F16)
 _POOL_NUMEL = 1 << 13
-"""Data of more than an eighth of it is drawn anew for each call."""
+"""Elements of the pool. Data of more than an eighth of it is drawn anew for each call."""
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _ROUNDINGS = 2
-"""How often a sum of blocks may be rounded besides the last time: inside a node, and when nodes are weighed."""
+"""Roundings of a sum of blocks before the last one: inside a node, and when nodes are weighed."""
 _EPSILON = {DType.F64: 2.0**-52, DType.F32: 2.0**-23, DType.F16: 2.0**-10, DType.BF16: 2.0**-7}
 _UFUNCS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: np.add,
@@ -36,7 +37,7 @@ _UFUNCS: dict[ReduceOp, Any] = {
 
 
 def ops_of(dtype: DType) -> list[ReduceOp]:
-    """The reductions that have a meaning for `dtype`."""
+    """Return the reductions that have a meaning for `dtype`."""
     if dtype is DType.INT8_BLOCK:
         return [ReduceOp.SUM, ReduceOp.AVERAGE]
     if dtype.is_float:
@@ -45,7 +46,7 @@ def ops_of(dtype: DType) -> list[ReduceOp]:
 
 
 def values(dtype: DType, numel: int, *seed: int) -> Array:
-    """Data of a rank: T[numel], the same for the same seed; integers use the whole range of their type."""
+    """Return data of a rank: T[numel], the same for the same seed; integers use the whole range of their type."""
     if numel > _POOL_NUMEL // 8:
         return _drawn(dtype, np.random.default_rng([numel, *seed]), numel)
     pool = _pool(dtype)
@@ -55,7 +56,7 @@ def values(dtype: DType, numel: int, *seed: int) -> Array:
 
 @functools.cache
 def _pool(dtype: DType) -> Array:
-    """T[_POOL_NUMEL], which short data is cut from: to draw it anew takes most of the time of a short call."""
+    """Return T[_POOL_NUMEL], from which short data is cut: drawing it anew would take most of a short call's time."""
     return _drawn(dtype, np.random.default_rng(_POOL_NUMEL), _POOL_NUMEL)
 
 
@@ -71,7 +72,7 @@ def _drawn(dtype: DType, generator: np.random.Generator, numel: int) -> Array:
 
 
 def widen(data: Array, dtype: DType) -> Array:
-    """T[m] as numbers that numpy can calculate with; bf16 and f16 as f32."""
+    """Return T[m] as numbers that numpy can calculate with; bf16 and f16 as f32."""
     if dtype is DType.BF16:
         return (data.astype(np.uint32) << 16).view(np.float32)
     if dtype is DType.INT8_BLOCK:
@@ -80,7 +81,7 @@ def widen(data: Array, dtype: DType) -> Array:
 
 
 def narrow(numbers: Array, dtype: DType) -> Array:
-    """The inverse of `widen`, rounding to nearest, ties to even."""
+    """Invert `widen`, rounding to nearest, ties to even."""
     if dtype is DType.BF16:
         bits = numbers.astype(np.float32).view(np.uint32)
         rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
@@ -96,7 +97,7 @@ def narrow(numbers: Array, dtype: DType) -> Array:
 
 
 def reduced(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array:
-    """The reduction of the ranks' data T[m] in the order of ranks; bf16, f16 and blocks in f32, rounded once."""
+    """Reduce the ranks' data T[m] in the order of ranks; bf16, f16 and blocks are reduced in f32, and rounded once."""
     numbers = [widen(d, dtype) for d in data]
     with np.errstate(over="ignore", invalid="ignore"):
         result = numbers[0]
@@ -108,7 +109,7 @@ def reduced(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array:
 
 
 def tolerance(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array | None:
-    """The distance that a reduction in another order may have from `reduced`, by element; None = none at all."""
+    """Return the distance from `reduced` allowed in another order of ranks, by element; None = no distance."""
     if dtype is DType.INT8_BLOCK:
         largest = sum(np.abs(widen(d, dtype)).max(axis=1, initial=0.0) for d in data).astype(np.float64)
         quanta = largest / 127 / (len(data) if op is ReduceOp.AVERAGE else 1)
@@ -126,7 +127,7 @@ def tolerance(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array | None
 
 
 def difference(got: Array, want: Array, dtype: DType, allowed: Array | None = None) -> str:
-    """The fault of `got`, as text; empty if it has the same bits (any NaN for a NaN) or is `allowed`."""
+    """Describe the error of `got`; empty if it has the same bits (any NaN for a NaN) or is within `allowed`."""
     if got.dtype != want.dtype or got.shape != want.shape:
         return f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}"
     given, wanted = widen(got, dtype), widen(want, dtype)

@@ -1,4 +1,4 @@
-"""Cases on what collectives compute: every operation, dtype and reduction, odd sizes, aliases, roots.
+"""Cases on the results of collectives: every operation, dtype and reduction, odd sizes, aliases, roots.
 
 All ranks of the group run a case together; see `Trial`.
 """
@@ -21,7 +21,7 @@ _FEW = 3
 
 
 def _splits(n: int) -> Iterator[tuple[int, ...]]:
-    """Counts by rank: equal, uneven with a zero at the front, all at the end, nothing."""
+    """Yield counts by rank: equal, uneven with a zero at the front, all at the end, all zero."""
     yield (3,) * n
     yield tuple((3 * i) % 5 for i in range(n))
     yield (0,) * (n - 1) + (5,)
@@ -29,12 +29,12 @@ def _splits(n: int) -> Iterator[tuple[int, ...]]:
 
 
 def _roots(n: int, i: int) -> list[int]:
-    """Two of the ranks; all of them in eight steps of `i`, unless there are many."""
+    """Return two of the ranks; eight values of `i` give all of them, unless there are many."""
     return sorted({i % n, (i + 1) % n})
 
 
 def _some_dtypes(trial: Trial, i: int) -> tuple[DType, ...]:
-    """About half of the dtypes; all of them in two steps of `i`."""
+    """Return about half of the dtypes; two successive values of `i` give all of them."""
     return (trial.dtypes[:5], trial.dtypes[3:])[i % 2]
 
 
@@ -53,7 +53,7 @@ def _check_all_reduce(trial: Trial, dtype: DType, op: ReduceOp, numel: int) -> N
 
 
 def all_reduce_in_every_dtype_and_op(trial: Trial) -> None:
-    """Sizes around the number of ranks too. Many ranks, which are slow, take two ops for each dtype."""
+    """Sizes are also around the number of ranks. Many ranks, which are slow, check two ops for each dtype."""
     for i, dtype in enumerate(trial.dtypes):
         ops = oracle.ops_of(dtype)
         for op in ops if trial.n <= _FEW else [ops[i % len(ops)], ops[(i + 2) % len(ops)]]:
@@ -62,7 +62,7 @@ def all_reduce_in_every_dtype_and_op(trial: Trial) -> None:
 
 
 def large_arrays(trial: Trial) -> None:
-    """More than fits in one message or chunk."""
+    """Arrays have more elements than fit in one message or chunk."""
     _check_all_reduce(trial, DType.F32, ReduceOp.SUM, _LARGE)
     _check_all_reduce(trial, DType.BF16, ReduceOp.AVERAGE, _LARGE)
     counts = tuple(_LARGE // trial.n + i for i in range(trial.n))
@@ -105,7 +105,7 @@ def the_same_bits_on_every_rank(trial: Trial) -> None:
 
 
 def reduce_to_every_root(trial: Trial) -> None:
-    """Elsewhere than on the root, data is only read."""
+    """On ranks other than the root, data is only read."""
     for i, dtype in enumerate(trial.dtypes):
         ops = oracle.ops_of(dtype)
         for root in _roots(trial.n, i):
@@ -122,7 +122,7 @@ def reduce_to_every_root(trial: Trial) -> None:
 
 
 def broadcast_from_every_root(trial: Trial) -> None:
-    """Every root, every dtype, nothing at all."""
+    """Every root sends every dtype, and an empty array."""
     for i, dtype in enumerate(trial.dtypes):
         root = i % trial.n
         for numel in (0, 9):
@@ -149,7 +149,7 @@ def _check_all_gather(trial: Trial, dtype: DType, counts: tuple[int, ...], *, in
 
 
 def all_gather_even_and_uneven(trial: Trial) -> None:
-    """Also where `data` is its own partition of `output`."""
+    """Counts are even and uneven, also where `data` is the rank's own partition of `output`."""
     for dtype in trial.dtypes:
         for i, counts in enumerate(_splits(trial.n)):
             if dtype in _some_dtypes(trial, i):
@@ -183,7 +183,7 @@ def _check_reduce_scatter(
 
 
 def reduce_scatter_even_and_uneven(trial: Trial) -> None:
-    """Also where `output` is its own partition of `data`."""
+    """Counts are even and uneven, also where `output` is the rank's own partition of `data`."""
     for dtype in trial.dtypes:
         ops = oracle.ops_of(dtype)
         for i, counts in enumerate(_splits(trial.n)):
@@ -193,7 +193,7 @@ def reduce_scatter_even_and_uneven(trial: Trial) -> None:
 
 
 def gather_to_every_root(trial: Trial) -> None:
-    """Even and uneven."""
+    """Counts are even and uneven."""
     splits = list(_splits(trial.n))
     for i, dtype in enumerate(trial.dtypes):
         for root in _roots(trial.n, i):
@@ -205,7 +205,7 @@ def gather_to_every_root(trial: Trial) -> None:
 
 
 def scatter_from_every_root(trial: Trial) -> None:
-    """Even and uneven."""
+    """Counts are even and uneven."""
     splits = list(_splits(trial.n))
     for i, dtype in enumerate(trial.dtypes):
         for root in _roots(trial.n, i):
@@ -217,7 +217,7 @@ def scatter_from_every_root(trial: Trial) -> None:
 
 
 def all_to_all_even_and_uneven(trial: Trial) -> None:
-    """Each pair of ranks has a count of its own, many of them zero."""
+    """Each pair of ranks has its own count; many of the counts are zero."""
     pairs = [(i, j) for i in range(trial.n) for j in range(trial.n)]
     equal, uneven = dict.fromkeys(pairs, 2), {(i, j): (3 * i + j) % 4 for i, j in pairs}
     nothing, to_the_next = dict.fromkeys(pairs, 0), {(i, j): 5 * (j == i + 1) for i, j in pairs}
@@ -241,7 +241,7 @@ def all_to_all_even_and_uneven(trial: Trial) -> None:
 
 
 def back_to_back(trial: Trial) -> None:
-    """Many small calls of changing kinds, without a pause between them."""
+    """Many small calls of changing kinds follow each other without a pause."""
     for i in range(12):
         dtype = trial.dtypes[i % len(trial.dtypes)]
         _check_all_reduce(trial, dtype, ReduceOp.SUM, 1 + i)

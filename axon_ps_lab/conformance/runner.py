@@ -1,4 +1,4 @@
-"""Runs the cases on a group, and makes groups to run them on.
+"""Running the cases on a group, and making groups to run them on.
 
 Owns: the order of the cases, and their results. After a case that raises, the ranks are not synchronized any more, so
 no further case is run on its group.
@@ -23,10 +23,10 @@ SIZES = (1, 2, 3, 4, 7)
 """The group sizes that the suite is usually run on."""
 
 CALL_S = 120.0
-"""Seconds for a call that must succeed: they are for a hang, on a machine that others use as well."""
+"""Seconds that a call may take that must succeed: a limit for hangs, on a machine that others use as well."""
 
 SPARES = len(endings.CASES)
-"""How many further groups of the same ranks `run_conformance` can use, for the cases that end a group."""
+"""Number of further groups of the same ranks that `run_conformance` can use, for the cases that end a group."""
 
 MAX_RANKS_FOR_ARGUMENTS = 3
 """The largest group whose arguments are checked: two nodes, one of them with two ranks."""
@@ -40,8 +40,8 @@ class Report:
 
     Attributes:
         passed: number of cases that passed.
-        failures: what was wrong, as text, with the case's name.
-        skipped: cases that do not apply, and why.
+        failures: descriptions of the errors, with the case's name.
+        skipped: cases that do not apply, with the reason.
         seconds: duration by case.
     """
 
@@ -52,7 +52,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
+        """True if no case failed."""
         return not self.failures
 
 
@@ -63,11 +63,11 @@ def run_conformance(
 
     Args:
         backend: the group's backend, fresh. It can be used afterwards if nothing failed.
-        exact_order: whether it promises to reduce in rank order (see `backends.base`, Note: [Rank order]); else
-            results may differ from that by rounding.
-        spares: `SPARES` further backends of the same ranks, for the cases that end a group; without them those are
-            skipped. They cannot be used afterwards; the caller closes them.
-        timeout_s: how long a call that must succeed may take, in seconds.
+        exact_order: whether the backend promises to reduce in rank order (see `backends.base`, Note: [Rank order]);
+            else results may differ from that by rounding.
+        spares: `SPARES` further backends of the same ranks, for the cases that end a group; without them these cases
+            are skipped. The spares cannot be used afterwards; the caller closes them.
+        timeout_s: seconds for a call that must succeed.
     """
     report = Report()
     trial = Trial(backend, exact_order=exact_order, timeout_s=timeout_s)
@@ -76,7 +76,7 @@ def run_conformance(
             report.failures.append(f"{case.__name__}: nothing more was run on this group")
             break
     report.skipped += [f"{case.__name__}: no spare group was given" for case in endings.CASES[len(spares) :]]
-    # They mostly wait, and each has its own group, so they run in parallel.
+    # These cases mostly wait, and each has its own group, so they run in parallel.
     ends = [
         threading.Thread(
             target=_run, args=(case, Trial(spare, exact_order=exact_order, timeout_s=timeout_s), report), daemon=True
@@ -91,7 +91,7 @@ def run_conformance(
 
 
 def _run(case: _Case, trial: Trial, report: Report) -> bool:
-    """Run a case; returns whether the ranks are still synchronized."""
+    """Run a case; returns True if the ranks are still synchronized."""
     trial.wrong = []
     begin = time.monotonic()
     try:
@@ -120,7 +120,7 @@ def run_in_threads(
     """Run the suite on a group of `n` threads of this process; returns the reports by rank.
 
     Args:
-        n: how many ranks.
+        n: number of ranks.
         make: makes the backend of one rank; called in the rank's thread. All contexts share a `MemoryStore`.
         nodes: the node that each rank appears to be on; empty = all on one.
         exact_order: as for `run_conformance`.
@@ -139,7 +139,7 @@ def run_in_threads(
             reports[rank] = run_conformance(
                 backends[0], exact_order=exact_order, spares=backends[1:], timeout_s=timeout_s
             )
-        except Exception as error:  # any error: the other ranks wait below
+        except Exception as error:  # any error: the other ranks wait for this one below
             reports[rank] = Report(failures=[f"the backend cannot be made: {error}"])
         all_done.wait()
         for backend in backends:
@@ -166,12 +166,12 @@ def run_in_world(
     Args:
         world: the job.
         backend: name of the backend.
-        sizes: how many ranks each group has.
+        sizes: number of ranks of each group.
         exact_order: as for `run_conformance`.
         timeout_s: as for `run_conformance`.
 
     Returns:
-        The reports by size; without the sizes whose group this worker is not in.
+        The reports by size, without the sizes whose group does not have this worker.
     """
     reports = {}
     everybody = world.default_group.ranks
@@ -195,13 +195,13 @@ def run_in_world(
 def conformance_worker(
     backends: Mapping[str, bool], sizes: Sequence[int] = SIZES, *, timeout_s: float = CALL_S
 ) -> dict[str, dict[int, Report]]:
-    """`run_in_world` in a worker process; all workers of the job must call it.
+    """Run `run_in_world` in a worker process; all workers of the job must call it.
 
-    For `LocalCluster.run_workers(conformance_worker, args=({"shm": True, "hierarchical": False},))`.
+    Example: `LocalCluster.run_workers(conformance_worker, args=({"shm": True, "hierarchical": False},))`.
 
     Args:
         backends: names of backends, and whether each promises an exact order.
-        sizes: how many ranks each group has.
+        sizes: number of ranks of each group.
         timeout_s: as for `run_conformance`.
 
     Returns:

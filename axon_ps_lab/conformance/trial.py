@@ -1,6 +1,6 @@
 """`Trial`: the suite's run on one rank of one group; it numbers calls and collects errors.
 
-Owns: making arrays and calls that fit each other. An error that a case finds is recorded and the case continues, so
+Owns: making arrays and calls that fit each other. An error that a case finds is recorded, and the case continues, so
 that the ranks stay synchronized.
 """
 
@@ -30,11 +30,11 @@ class Trial:
 
     Args:
         backend: the group under test.
-        exact_order: whether it promises to reduce in the order of ranks, with the same bits as `oracle.reduced`.
-        timeout_s: how long a call that should succeed may take.
+        exact_order: whether the backend promises to reduce in rank order, with the same bits as `oracle.reduced`.
+        timeout_s: seconds for a call that should succeed.
 
     Attributes:
-        dtypes: those of the backend.
+        dtypes: the backend's dtypes.
         wrong: the errors found, as text.
     """
 
@@ -57,7 +57,7 @@ class Trial:
             self.wrong.append(otherwise)
 
     def expect_array(self, what: object, got: Array, want: Array, dtype: DType, allowed: Array | None = None) -> None:
-        """Record how `got` differs from `want`, if it does; `allowed` is the tolerance of results in another order."""
+        """Record the difference of `got` from `want`, if any; `allowed` is the tolerance in another order of ranks."""
         exact = self.exact_order and dtype is not DType.INT8_BLOCK  # sums of blocks are rounded at random
         difference = oracle.difference(got, want, dtype, None if exact else allowed)
         self.expect(not difference, f"{what}: {difference}")
@@ -66,7 +66,7 @@ class Trial:
         """Skip the case if the group is smaller.
 
         Raises:
-            Skip: it is.
+            Skip: the group is smaller.
         """
         if self.n < least:
             raise Skip(f"needs {least} ranks")
@@ -82,7 +82,7 @@ class Trial:
         op: ReduceOp | None = None,
         root: int = -1,
     ) -> Call:
-        """The next call of this group."""
+        """Make the next call of this group."""
         if op is None and operation in _REDUCING:
             op = ReduceOp.SUM
         call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=tuple(counts), op=op, root=root)
@@ -90,37 +90,37 @@ class Trial:
         return call
 
     def not_made(self) -> None:
-        """Do not count the last call: it was refused before it was sent."""
+        """Remove the last call from the count: it was refused before it was sent."""
         self._sequence -= 1
 
     def values(self, call: Call, rank: int | None = None, numel: int | None = None) -> Array:
-        """The input data of a rank for a call: T[numel]; by default this rank's, of the length that the call needs."""
+        """Return the input data of a rank for a call: T[numel]; by default this rank's, as long as the call needs."""
         rank = self.rank if rank is None else rank
         if numel is None:
             numel = Request(call=call).lengths(rank)[0] or 0
         return oracle.values(call.dtype, numel, SEED, call.sequence, rank)
 
     def all_values(self, call: Call) -> list[Array]:
-        """The data of all ranks for a call, by rank."""
+        """Return the data of all ranks for a call, by rank."""
         return [self.values(call, rank) for rank in range(self.n)]
 
     def arrays(self, call: Call) -> Request:
-        """This rank's arrays for a call; outputs are filled with values that are no result."""
+        """Return this rank's arrays for a call; outputs are filled with values that are not results."""
         data_numel, output_numel = Request(call=call).lengths(self.rank)
         data = None if data_numel is None else self.values(call)
         output = None if output_numel is None else self.blank(output_numel, call.dtype)
         return Request(call=call, data=data, output=output)
 
     def blank(self, numel: int, dtype: DType) -> Array:
-        """An output array before the call: T[numel]."""
+        """Return an output array before the call: T[numel]."""
         return np.full(numel, 1, dtype.numpy)
 
     def perform(self, request: Request, timeout_s: float | None = None) -> None:
-        """Make the call."""
+        """Perform the call."""
         self.backend.run(request, self.timeout_s if timeout_s is None else timeout_s)
 
     def do(self, call: Call) -> Request:
-        """Make the call with fresh arrays, and return them."""
+        """Perform the call with new arrays, and return these."""
         request = self.arrays(call)
         self.perform(request)
         return request

@@ -4,14 +4,14 @@
         ...                                   # groups, DDP and FSDP use the device: NCCL inside a node
         events = device.trace.take()          # calls of NCCL, and copies between the device and the host
 
-Inside, this process's `cupy` is the stand-in's, and every CPU tensor of torch counts as device memory, except those in
-page-locked memory that axon_ps has allocated. So code that depends on the device runs as it does on a GPU, in real
-processes, and the trace has each copy that a GPU would have made over PCIe. All workers of a job must enter it.
+In the block, this process's `cupy` is the stand-in's. Every CPU tensor of torch counts as device memory, except
+tensors in page-locked memory that axon_ps has allocated. So code that depends on the device runs as it does on a GPU,
+in real processes. The trace has each copy that a GPU would have made over PCIe. All workers of a job must enter it.
 
-Faithful in what axon_ps relies on: calls of a communicator are matched by their order and not compared between ranks;
-grouped calls go together; a wait ends by `abort` alone, or when a peer is gone; reductions are NCCL's (a NaN is ignored
-in minima and maxima, averages of floats are multiplied before they are added). Not faithful in time: a call is done
-when it returns, so a missing synchronization of streams is not found.
+The stand-in behaves like NCCL in what axon_ps relies on. Calls of a communicator are matched by their order and not
+compared between ranks. Grouped calls start together. A wait ends by `abort` alone, or when a peer is gone. Reductions
+are NCCL's: a NaN is ignored in minima and maxima, averages of floats are multiplied before they are added. Its timing
+differs: a call is done when it returns, so a missing synchronization of streams is not found.
 """
 
 from axon_ps_lab.device.cupy_module import DeviceArray, asarray

@@ -1,7 +1,7 @@
 """NCCL's communicators over Unix sockets: ranks are threads or processes of one host.
 
-Owns: the rendezvous of ranks by a unique id, as in NCCL: the process that makes the id listens there until all ranks
-have joined. And the calls: every rank sends its data to every other, and computes the result itself.
+Owns: the rendezvous of ranks by a unique id, and the calls. As in NCCL, the process that makes the id listens until all
+ranks have joined. In a call every rank sends its data to every other, and computes the result itself.
 
 Invariant: each socket has a thread that reads it, so sending never waits for the other side's calls.
 """
@@ -22,7 +22,7 @@ from axon_ps.types import Array
 
 ID_BYTES = 16
 JOIN_S = 600.0
-"""How long the process that made a unique id listens for its ranks."""
+"""Seconds that the process that made a unique id listens for its ranks."""
 
 _JOIN = struct.Struct("<II")  # ranks, rank
 _HEAD = struct.Struct("<BQ")  # kind, size
@@ -34,7 +34,7 @@ class Aborted(RuntimeError):
 
 
 def new_unique_id() -> bytes:
-    """A unique id: 128 bytes. From now on this process serves its rendezvous."""
+    """Make a unique id, of 128 bytes, and start its rendezvous in this process."""
     name = secrets.token_bytes(ID_BYTES)
     threading.Thread(target=_rendezvous, args=(_listen(_address(name)),), daemon=True, name="nccl-root").start()
     return name + bytes(128 - ID_BYTES)
@@ -65,7 +65,7 @@ def _rendezvous(listener: socket.socket) -> None:
         for peer in joined:
             peer.sendall(b"!")
     except OSError:
-        return  # some did not join
+        return  # some ranks did not join
     finally:
         for peer in (*joined, listener):
             peer.close()
@@ -75,7 +75,7 @@ def _read(sock: socket.socket, size: int) -> bytes:
     """Read `size` bytes.
 
     Raises:
-        Aborted: the connection ends before that.
+        Aborted: the connection ends before.
     """
     data = bytearray(size)
     view, done = memoryview(data), 0
@@ -131,12 +131,12 @@ class _Link:
 
 
 class Clique:
-    """One rank's connections to all ranks of a unique id; all of them make it together.
+    """One rank's connections to all ranks of a unique id; all ranks make theirs at the same time.
 
     Args:
         unique_id: from `new_unique_id`.
         world_size: number of ranks.
-        rank: our position.
+        rank: this rank's position.
     """
 
     def __init__(self, unique_id: bytes, world_size: int, rank: int) -> None:
@@ -160,7 +160,7 @@ class Clique:
         self._links = dict(sorted(links.items()))
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """All-gather: the data of every rank, by rank."""
+        """Gather the data of every rank; returns it by rank."""
         for link in self._links.values():
             link.send(_COLLECTIVE, data)
         return [data if r == self.rank else self._links[r].receive(_COLLECTIVE) for r in range(self.world_size)]
@@ -170,7 +170,7 @@ class Clique:
         self._links[peer].send(_MESSAGE, data)
 
     def receive(self, peer: int) -> bytes:
-        """The next message of a rank."""
+        """Return the next message of a rank."""
         return self._links[peer].receive(_MESSAGE)
 
     def close(self) -> None:
@@ -180,8 +180,12 @@ class Clique:
 
 
 def reduced(rows: Sequence[Array], op: int) -> Array:
-    """The reduction of all ranks' numbers, in rank order, by NCCL's number of the operation (0 to 4: sum, product,
-    maximum, minimum, average)."""
+    """Reduce all ranks' numbers, in rank order.
+
+    Args:
+        rows: the numbers of each rank.
+        op: NCCL's number of the operation, 0 to 4: sum, product, maximum, minimum, average.
+    """
     n = rows[0].dtype.type(len(rows))
     combine: Any = {0: np.add, 1: np.multiply, 2: np.fmax, 3: np.fmin, 4: np.add}[op]
     with np.errstate(all="ignore"):

@@ -16,7 +16,7 @@ from axon_ps_lab.device.communicator import Aborted, Clique, new_unique_id, redu
 from axon_ps_lab.device.trace import Trace
 
 CUPY_VERSION = "14.2.0"
-"""Of which the interface is."""
+"""The version of cupy whose interface this module has."""
 
 VERSION = 22304
 _BF16 = 9
@@ -30,12 +30,12 @@ class DeviceArray(np.ndarray):
     """An array in device memory: a numpy array with the further methods of cupy's.
 
     Attributes:
-        recorder: records its copies; None = nothing does.
-        is_pinned: whether an array is in page-locked memory.
+        recorder: records the arrays' copies; None = nothing does.
+        is_pinned: returns True for an array in page-locked memory.
     """
 
     __module__ = "cupy"
-    __array_priority__ = 1.0  # numpy's results of several are in device memory, too
+    __array_priority__ = 1.0  # numpy's results of several arrays are in device memory, too
     __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
     recorder: ClassVar[Trace | None] = None
     is_pinned: ClassVar[Callable[[Array], bool]] = staticmethod(lambda array: False)
@@ -47,11 +47,11 @@ class DeviceArray(np.ndarray):
 
     @property
     def device(self) -> Any:
-        """The device it is on."""
+        """The array's device."""
         return Device(0)
 
     def get(self, stream: Any = None, *, out: Any = None) -> Any:
-        """A copy in host memory."""
+        """Copy the array to host memory."""
         record("download" if out is not None and DeviceArray.is_pinned(out) else "get", self.nbytes)
         host = np.empty(self.shape, self.dtype) if out is None else out
         host[...] = self.view(np.ndarray)
@@ -70,19 +70,19 @@ def record(what: str, size_bytes: int) -> None:
 
 
 def asarray(host: Any) -> DeviceArray:
-    """A device array copied from host memory."""
+    """Make a device array with the content of host memory."""
     array = np.array(host).view(DeviceArray)
     record("asarray", array.nbytes)
     return array
 
 
 def empty(numel: int, dtype: Any) -> DeviceArray:
-    """A device array, not initialised."""
+    """Make a device array that is not initialized."""
     return np.full(numel, 3, dtype).view(DeviceArray)
 
 
 def from_dlpack(tensor: Any) -> DeviceArray:
-    """A tensor's memory as a device array, which keeps the tensor alive."""
+    """Return a tensor's memory as a device array, which keeps the tensor alive."""
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
     if not tensor.nbytes:
         return np.empty(tuple(tensor.shape), dtype).view(DeviceArray)
@@ -95,14 +95,14 @@ def from_dlpack(tensor: Any) -> DeviceArray:
 
 
 class Stream:
-    """A stream that does everything at once; within `with` it is the current one."""
+    """A stream whose work is done at once; within `with` it is the current one."""
 
     def __init__(self, non_blocking: bool = False) -> None:
         self.ptr = next(_pointers) if non_blocking else 0
 
     @classmethod
     def from_external(cls, stream: Any) -> Stream:
-        """A stream that other code has made."""
+        """Return a stream that other code has made."""
         made = cls()
         _, made.ptr = stream.__cuda_stream__()
         return made
@@ -115,14 +115,14 @@ class Stream:
         assert _thread.streams.pop() is self
 
     def record(self) -> object:
-        """An event after everything enqueued: it is done."""
+        """Return an event after all enqueued work, which is done already."""
         return object()
 
     def wait_event(self, event: object) -> None:
-        """Order later work after the event."""
+        """Order later work after the event; nothing has to be done."""
 
     def synchronize(self) -> None:
-        """Wait for everything; it is done."""
+        """Wait for all work, which is done already."""
 
 
 class Device:
@@ -149,7 +149,7 @@ _thread = _Thread()
 
 
 def current_stream() -> Stream:
-    """The calling thread's."""
+    """Return the calling thread's stream."""
     return _thread.streams[-1]
 
 
@@ -163,7 +163,7 @@ def _memory(address: int, count: int, dtype: int) -> Array:
 
 
 def _reduced(rows: list[Array], op: int, dtype: int) -> Array:
-    """In f32 where a type has 16 bits, rounded once."""
+    """Reduce numbers; 16-bit types are reduced in f32, and rounded once."""
     if dtype == _BF16:
         bits = reduced([(r.astype(np.uint32) << 16).view(np.float32) for r in rows], op).view(np.uint32)
         nan = (bits & 0x7FFF_FFFF) > 0x7F80_0000
@@ -176,7 +176,7 @@ def _reduced(rows: list[Array], op: int, dtype: int) -> Array:
 
 
 class NcclCommunicator:
-    """A communicator as cupy has them; see nccl.h for the calls."""
+    """A communicator with cupy's interface; see nccl.h for the calls."""
 
     def __init__(self, world_size: int, unique_id: bytes, rank: int) -> None:
         assert isinstance(unique_id, bytes)
@@ -189,11 +189,11 @@ class NcclCommunicator:
         self._clique.close()
 
     def destroy(self) -> None:
-        """Free it."""
+        """Free the communicator."""
         self._clique.close()
 
     def check_async_error(self) -> None:
-        """No asynchronous errors here."""
+        """Do nothing: the stand-in has no asynchronous errors."""
 
     def _enqueue(self, what: str, size_bytes: int, go: Callable[[], None], *, first: bool = False) -> None:
         stream = current_stream().ptr
@@ -288,7 +288,7 @@ def _group_end() -> None:
 
 
 def modules(devices: int) -> dict[str, ModuleType]:
-    """The modules of `import cupy`, by name in `sys.modules`."""
+    """Return the modules of `import cupy`, by name in `sys.modules`."""
     cupy, cuda, nccl, runtime = (ModuleType(n) for n in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "runtime"))
     contents: dict[ModuleType, dict[str, Any]] = {
         cupy: {

@@ -20,11 +20,11 @@ from axon_ps_lab.device.trace import Trace
 
 
 class StandInMemory:
-    """`DeviceMemory` in which every CPU tensor is the device's, except those in page-locked memory."""
+    """`DeviceMemory` in which every CPU tensor is the device's, except tensors in page-locked memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pinned: dict[int, int] = {}  # end by begin
+        self._pinned: dict[int, int] = {}  # the end of each block, by its begin
 
     def is_device(self, device: Any) -> bool:
         """See `DeviceMemory`."""
@@ -52,7 +52,7 @@ class StandInMemory:
         return contextlib.nullcontext()
 
     def is_pinned_at(self, address: int) -> bool:
-        """Whether an address is in page-locked memory."""
+        """Return True if an address is in page-locked memory."""
         with self._lock:
             return any(begin <= address < end for begin, end in self._pinned.items())
 
@@ -67,7 +67,7 @@ class StandIn:
 
     Attributes:
         trace: calls of NCCL, and copies.
-        memory: which memory is the device's, and which is page-locked.
+        memory: tells device memory from page-locked memory.
     """
 
     trace: Trace
@@ -76,7 +76,7 @@ class StandIn:
 
 @contextlib.contextmanager
 def stand_in(devices: int = 8) -> Iterator[StandIn]:
-    """A context in which the process has `devices` GPUs; see this package. One at a time, for all threads."""
+    """Give the process `devices` GPUs in a `with` block, for all threads; blocks cannot be nested."""
     device = StandIn(Trace(), StandInMemory())
     modules = cupy_module.modules(devices)
     before = {name: sys.modules.get(name) for name in modules}

@@ -11,8 +11,8 @@ class Event:
     """One call or copy.
 
     Attributes:
-        what: "download" or "upload": a copy from or to page-locked memory. "get" or "asarray": one from or to other
-            memory. "torch": a copy by torch, in either direction. Else a call of NCCL, by its name in cupy.
+        what: "download" or "upload": a copy from or to page-locked memory. "get" or "asarray": a copy from or to
+            other memory. "torch": a copy by torch, in either direction. Else a call of NCCL, by its name in cupy.
         size_bytes: bytes of this rank's array.
     """
 
@@ -33,7 +33,7 @@ class Trace:
             self._events.append(Event(what, size_bytes))
 
     def take(self) -> list[Event]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         with self._lock:
             events, self._events = self._events, []
             return events

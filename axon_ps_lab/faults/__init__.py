@@ -1,7 +1,7 @@
 """Fault injection: kill, freeze, or disturb the connections of a running cluster at an exact moment.
 
-`FaultyCluster` is a `LocalCluster` whose connections go through a `TcpProxy` each, and whose processes stop at a moment
-of a step (`observe.moments`) that the test has armed.
+`FaultyCluster` is a `LocalCluster` in which each connection goes through a `TcpProxy`. The test arms moments of a step
+(`observe.moments`), at which processes then stop.
 """
 
 from axon_ps.observe.moments import Moment

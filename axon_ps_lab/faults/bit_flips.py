@@ -1,8 +1,9 @@
-"""Bits of a shard server's memory that change by themselves, made on purpose.
+"""Bit flips in a shard server's memory, made on request.
 
-A plugin of shard servers: started with `--plugins axon_ps_lab.faults.bit_flips` and a directory in
-`AXON_PS_BIT_FLIPS`, a server listens on a Unix socket there, and changes a bit whenever the test says so (`flip`): of
-values, a moment or a summed gradient, on the thread of the event loop, so that what was changed is known.
+The module is a plugin of shard servers, for `--plugins axon_ps_lab.faults.bit_flips` and a directory in the variable
+`AXON_PS_BIT_FLIPS`. A server with it listens on a Unix socket in that directory, and changes a bit for each call of
+`flip`. The bit is of values, a moment or a summed gradient. It is changed on the thread of the event loop, so that the
+test knows exactly what was changed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from axon_ps.shard.core.slices import OwnedSlice
 
 DIRECTORY: Final = "AXON_PS_BIT_FLIPS"
 ANSWER_S: Final = 10.0
-"""How long a server may take to find something to change."""
+"""Seconds that a server may take to find something to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,12 @@ class Flip:
     """A bit that was changed.
 
     Attributes:
-        slice: its number in the plan.
-        unit: of the layout.
+        slice: number of the slice in the plan.
+        unit: number of the unit in the layout.
         array: "param", "gradient" or the name of a moment.
-        element: counted from the unit's start.
-        bit: of the f32, 0 = the lowest.
-        version: of the slice then.
+        element: number of the element, from the unit's start.
+        bit: number of the bit in the f32, 0 = the lowest.
+        version: version of the slice at that time.
     """
 
     slice: int
@@ -52,12 +53,12 @@ class Flip:
 
 
 def flip_in(slices: Iterable[OwnedSlice], choice: random.Random, arrays: Iterable[str] = ()) -> Flip | None:
-    """Change a bit of one of the slices; None while there is nothing that a coming commit reads.
+    """Change a bit of one of the slices; None if they hold nothing that a coming commit reads.
 
     Args:
-        slices: of a server.
-        choice: which one, and where.
-        arrays: the arrays that it may be in; none = any.
+        slices: the slices of a server.
+        choice: chooses the array, the element and the bit.
+        arrays: names of the arrays that may be changed; empty = all.
     """
     there = [s for s in slices if s.trainable and not (s.lacking or s.copying or s.corrupt or s.applying)]
     found: list[tuple[OwnedSlice, str, Any, slice]] = []
@@ -86,7 +87,7 @@ def flip_in(slices: Iterable[OwnedSlice], choice: random.Random, arrays: Iterabl
 
 
 def is_changed(owned: OwnedSlice) -> bool:
-    """Whether a slice holds something else than was written to it, found or not."""
+    """Return True if a slice does not hold what was written to it, whether or not the server has found that."""
     if owned.lacking or owned.corrupt or owned.corruptions:
         return True
     sums = [(s, i) for s in owned.accumulators for i, present in enumerate(s.present) if present]
@@ -96,7 +97,7 @@ def is_changed(owned: OwnedSlice) -> bool:
 
 
 class Slices:
-    """The slices that a process has made, as long as it has them."""
+    """The slices that a process has made and still has."""
 
     def __init__(self) -> None:
         self._all: weakref.WeakSet[OwnedSlice] = weakref.WeakSet()
@@ -105,7 +106,7 @@ class Slices:
         return iter(list(self._all))
 
     def watch(self) -> None:
-        """Know those that are made from now on."""
+        """Collect the slices that are made from now on."""
         make = OwnedSlice.__init__
 
         def made(owned: OwnedSlice, *args: Any, **keywords: Any) -> None:
@@ -116,16 +117,16 @@ class Slices:
 
 
 def flip(directory: Path, pid: int, seed: int, arrays: Iterable[str] = ()) -> Flip | None:
-    """Change a bit in a shard server; None if it holds nothing that a coming commit reads.
+    """Change a bit in a shard server; None if the server holds nothing that a coming commit reads.
 
     Args:
-        directory: what `AXON_PS_BIT_FLIPS` was when it was started.
-        pid: its process.
-        seed: which bit.
-        arrays: the arrays that it may be in; none = any.
+        directory: the server's `AXON_PS_BIT_FLIPS`.
+        pid: process id of the server.
+        seed: seed of the choice of the bit.
+        arrays: names of the arrays that may be changed; empty = all.
 
     Raises:
-        Unreachable: it does not answer.
+        Unreachable: the server does not answer.
     """
     order = json.dumps({"seed": seed, "arrays": list(arrays)}).encode()
     try:
@@ -157,9 +158,9 @@ def _serve(directory: Path) -> None:
 
     OwnedSlice._begin = noted  # type: ignore[method-assign, assignment]
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    place = _path(directory, os.getpid())
-    place.unlink(missing_ok=True)  # of an earlier process: ids come again
-    listener.bind(str(place))
+    path = _path(directory, os.getpid())
+    path.unlink(missing_ok=True)  # of an earlier process: process ids are used again
+    listener.bind(str(path))
     listener.listen()
 
     def serve() -> None:

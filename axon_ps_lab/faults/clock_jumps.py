@@ -1,6 +1,6 @@
-"""Wall clocks that jump: `time.time` of a process is the host's, and so many seconds more as the test says.
+"""Wall clocks that jump: `time.time` of a process is the host's time, plus an offset that the test sets.
 
-Test and processes map a small file that has a number for each process. Only the wall clock jumps, as by NTP or by hand;
+Test and processes map a small file with an offset for each process. Only the wall clock jumps, as by NTP or by hand;
 monotonic clocks do not.
 """
 
@@ -19,7 +19,7 @@ _OFFSET = struct.Struct("<d")
 
 
 def install(directory: Path, slot: int) -> None:
-    """Have this process's wall clock jump when the test says so for `slot`."""
+    """Add the offset that the test sets for `slot` to this process's wall clock."""
     with open(directory / _TABLE, "r+b") as file:
         table = mmap.mmap(file.fileno(), 0)
     true_time, at = time.time, slot * _OFFSET.size
@@ -31,7 +31,7 @@ def install(directory: Path, slot: int) -> None:
 
 
 class Clocks:
-    """The test's side: how far each process's wall clock is off.
+    """The test's side: the offset of each process's wall clock.
 
     Args:
         directory: a directory of the test.
@@ -43,7 +43,7 @@ class Clocks:
             self._table = mmap.mmap(file.fileno(), 0)
 
     def jump(self, slot: int, seconds: float) -> None:
-        """Shift a process's wall clock to so many seconds after the host's; negative = before.
+        """Set the offset of a process's wall clock to the host's, in seconds; negative = it is slow.
 
         Raises:
             InvalidRequest: there are too many processes.
@@ -53,5 +53,5 @@ class Clocks:
         _OFFSET.pack_into(self._table, slot * _OFFSET.size, seconds)
 
     def close(self) -> None:
-        """Close the file; clocks stay as they are."""
+        """Close the file; the offsets remain."""
         self._table.close()

@@ -1,7 +1,7 @@
-"""`FaultyCluster`: a cluster for fault injection: connections go through proxies, processes have an injector.
+"""`FaultyCluster`, for fault injection: connections go through proxies, processes have an injector.
 
-The services are those of the command line, run by forks of the process that `testing.preloaded` starts (a grid of two
-thousand small clusters would spend most of its time on imports otherwise). So enter `preloaded(MODULES)` first.
+The services are those of the command line, run by forks of the process that `testing.preloaded` starts. Otherwise a
+grid of two thousand small clusters would spend most of its time on imports. So enter `preloaded(MODULES)` first.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _TRIM_S = 0.2
 
 
 class FaultyCluster(LocalCluster):
-    """A `LocalCluster` for faults. Its workers are functions, in forks; `preloaded` must be entered.
+    """A `LocalCluster` for faults. Its workers are functions, run in forks; `preloaded` must be entered.
 
     Args:
         shards, world_size, min_workers, lease_s, environment, replication: as for `LocalCluster`.
         checkpoint_dir, checkpoint_every, checkpoint_limit: likewise.
         shard_nodes: the node of each shard server; () = this host's name.
         shard_environment: further variables for the shard servers.
-        state_dir: where the coordinator's state is; None = in the cluster's own directory.
+        state_dir: directory of the coordinator's state; None = the cluster's own directory.
 
     Attributes:
-        moments: arms moments, and waits for processes that stop there.
-        clocks: has the wall clocks of processes jump.
+        moments: arms moments, and waits for processes that stop at them.
+        clocks: sets the wall clocks of processes.
         state: the file of the coordinator's state.
     """
 
@@ -79,7 +79,7 @@ class FaultyCluster(LocalCluster):
             world_size,
             min_workers=min_workers,
             lease_s=lease_s,
-            environment={"AXON_PS_DEBUGGABLE": "1", **(environment or {})},  # we look at their sockets
+            environment={"AXON_PS_DEBUGGABLE": "1", **(environment or {})},  # for reading their sockets
             durable=True,
             replication=replication,
             checkpoint_dir=checkpoint_dir,
@@ -92,7 +92,7 @@ class FaultyCluster(LocalCluster):
         self._numbers = 0
         self._slots: dict[int, int] = {}  # by process id
         self._forks: list[WorkerProcess] = []
-        self._running: frozenset[int] = frozenset()  # those that ended since the last start may be in it
+        self._running: frozenset[int] = frozenset()  # process ids; some may have ended since the last start
         self._proxies = Proxies()
 
     def __enter__(self) -> FaultyCluster:
@@ -133,7 +133,7 @@ class FaultyCluster(LocalCluster):
         """Start a worker that runs a function; its slot is known at once.
 
         Args:
-            rank: the rank it takes.
+            rank: the worker's rank.
             target: a function at the top of a module.
             args: its arguments.
             env: further variables.
@@ -146,15 +146,15 @@ class FaultyCluster(LocalCluster):
         return worker
 
     def begin_command(self, *argv: str) -> WorkerProcess:
-        """Start `axon-ps ARGV` for this cluster's coordinator, without its proxy: an operator has another network."""
+        """Start `axon-ps ARGV` for the coordinator's own address, not its proxy's: an operator has another network."""
         environment = self._common_environment() | {"AXON_PS_COORDINATOR": self.operator_address}
         return self._fork(argv[0], environment, _run_command, list(argv), None)
 
     def command(self, *argv: str, timeout_s: float = _COMMAND_S) -> str:
-        """Run `axon-ps ARGV` for this cluster's coordinator; returns its output.
+        """Run `axon-ps ARGV` for this cluster's coordinator; returns the output.
 
         Raises:
-            AxonError: it failed; its output is in the message.
+            AxonError: the command failed; its output is in the message.
         """
         result = self.begin_command(*argv).result(timeout_s)
         if result.error or result.value:
@@ -164,11 +164,11 @@ class FaultyCluster(LocalCluster):
     # ------------------------------------------------------------------ faults
 
     def show_stacks(self) -> None:
-        """Have every running process write its stacks to its log."""
+        """Make every running process write its stacks to its log."""
         self._ask_all(stacks.SHOW, _SHOW_S)
 
     def trim_memory(self) -> None:
-        """Have every running process return its free memory to the kernel."""
+        """Make every running process return its free memory to the kernel."""
         self._ask_all(trimming.TRIM, _TRIM_S)
 
     def _ask_all(self, number: int, grace_s: float) -> None:
@@ -180,12 +180,12 @@ class FaultyCluster(LocalCluster):
             process.wait(grace_s / len(running))
 
     def take_stall(self) -> float:
-        """The longest time since the last call in which the proxies did not run: this process had no CPU."""
+        """Return the longest time since the last call in which the proxies did not run: this process had no CPU."""
         stalled_s, self._proxies.stalled_s = self._proxies.stalled_s, 0.0
         return stalled_s
 
     def slot_of(self, process: Child) -> int:
-        """The slot of a process, for `moments.arm`."""
+        """Return the slot of a process, for `moments.arm`."""
         return self._slots[process.pid]
 
     def disturb(self, what: Disturbance, process: Child) -> None:
@@ -210,7 +210,7 @@ class FaultyCluster(LocalCluster):
 
     @property
     def operator_address(self) -> str:
-        """The coordinator's address, without its proxy: an operator has another network."""
+        """The coordinator's own address, not its proxy's: an operator has another network."""
         host, port = self._to_coordinator.upstream or ("127.0.0.1", 1)
         return f"{host}:{port}"
 
@@ -218,7 +218,7 @@ class FaultyCluster(LocalCluster):
         """Restart a service that was killed, behind the same address.
 
         Raises:
-            Misuse: it still runs, or it is a worker.
+            Misuse: the process still runs, or is a worker.
         """
         old = self.process(role, index)
         own = self._proxies_of(old)
@@ -233,10 +233,10 @@ class FaultyCluster(LocalCluster):
             self._begin_shard(index)
             self._wait_for_shard(index)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _proxies_of(self, process: Child) -> tuple[TcpProxy, ...]:
-        """The proxies of a service: of a shard server to gRPC and to its bulk connections; none for a worker."""
+        """Return a service's proxies: a shard server has two, to gRPC and to bulk connections; a worker has none."""
         if process in self._coordinators:
             return (self._to_coordinator,)
         return self._to_shards[self._shards.index(process)] if process in self._shards else ()
@@ -269,7 +269,7 @@ class FaultyCluster(LocalCluster):
         return path
 
     def _listening_at(self, service: Child) -> tuple[str, int]:
-        """The address that a service listens on."""
+        """Wait until a service listens; returns its address."""
         deadline = time.monotonic() + self._start_timeout_s
         path = self.directory / f"{service.name}.ready"
         while not (path.exists() and (line := path.read_text()).endswith("\n")):
@@ -310,7 +310,7 @@ class FaultyCluster(LocalCluster):
 
 
 def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...]) -> object:
-    """In the fork: run a worker's function."""
+    """Run a worker's function in a fork."""
     injector.install(directory, slot)
     clock_jumps.install(directory, slot)
     stacks.install()
@@ -319,7 +319,7 @@ def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...
 
 
 def _run_command(directory: Path, slot: int, argv: list[str], ready: Path | None) -> int:
-    """In the fork: run the command line, as `python -m` does; returns its exit code."""
+    """Run the command line in a fork, as `python -m` does; returns its exit code."""
     injector.install(directory, slot)
     clock_jumps.install(directory, slot)
     stacks.install()

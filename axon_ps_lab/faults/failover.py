@@ -1,7 +1,7 @@
 """`FailoverCluster`: a cluster with three etcd members and two coordinators, whose connections can be cut.
 
-Between a coordinator and each etcd member is a proxy, and one is in front of each coordinator, for all members of the
-job. See `axon_ps_lab.faults.cluster` for clusters of one coordinator.
+A proxy is between each coordinator and each etcd member. Another one is between each coordinator and all members of
+the job. See `axon_ps_lab.faults.cluster` for clusters of one coordinator.
 """
 
 from __future__ import annotations
@@ -57,30 +57,30 @@ class FailoverCluster(LocalCluster):
         return self
 
     def leader(self) -> int:
-        """The index of the coordinator that leads; -1 = none does."""
+        """Return the index of the coordinator that leads; -1 = none."""
         (reply,) = self._client.transaction([], [read(f"{PREFIX}/leader".encode())])[2]
         leaders = [json.loads(kv.value)["address"] for kv in found(reply)]
         listening = [f"127.0.0.1:{(proxy.upstream or ('', 0))[1]}" for proxy in self._to_coordinators]
         return listening.index(leaders[0]) if leaders else -1
 
     def take_stall(self) -> float:
-        """The longest time since the last call in which the proxies did not run: the machine was busy."""
+        """Return the longest time since the last call in which the proxies did not run: the machine was busy."""
         stalled_s, self._proxies.stalled_s = self._proxies.stalled_s, 0.0
         return stalled_s
 
     def cut_from_etcd(self, index: int, seconds: float) -> None:
-        """Nothing passes between a coordinator and etcd for a while; then all of it does, late."""
+        """Delay all bytes between a coordinator and etcd until `seconds` have passed."""
         for proxy in self._to_etcd[index]:
             proxy.disturb(Disturbance(kind=Kind.BLACK_HOLE, seconds=seconds))
 
     def cut_from_members(self, index: int, seconds: float) -> None:
-        """Likewise between a coordinator and the members of the job."""
+        """Delay all bytes between a coordinator and the members of the job until `seconds` have passed."""
         self._to_coordinators[index].disturb(Disturbance(kind=Kind.BLACK_HOLE, seconds=seconds))
 
     def writers(self) -> list[tuple[int, str]]:
-        """The transactions that wrote the job's state: revision, and id of the leadership that wrote it.
+        """Return the transactions that wrote the job's state: revision, and id of the leadership that wrote it.
 
-        Those before etcd was compacted are not known any more.
+        Transactions before etcd was compacted are not known any more.
         """
         key = f"{PREFIX}/writer".encode()
         newest, revision = [], self._client.transaction([], [read(key)])[1]
@@ -91,7 +91,7 @@ class FailoverCluster(LocalCluster):
         return sorted(set(newest))
 
     def written(self) -> set[int]:
-        """The revisions at which the present records were written, since etcd was compacted."""
+        """Return the revisions at which the present records were written, since etcd was compacted."""
         (reply,) = self._client.transaction([], [read(f"{PREFIX}/records/".encode(), f"{PREFIX}/records0".encode())])[2]
         return {kv.modified for kv in found(reply) if kv.modified > self.etcd.oldest}
 
@@ -107,7 +107,7 @@ class FailoverCluster(LocalCluster):
         return proxy.address
 
     def restart(self, role: str, index: int = 0) -> None:  # type: ignore[override]  # coordinators only
-        """Start a coordinator again that was killed, behind the same address."""
+        """Restart a coordinator that was killed, behind the same address."""
         self.process(role, index).end()
         self._listening(self._spawn_coordinator(index, port=0), time.monotonic() + self._start_timeout_s)
 
@@ -117,7 +117,7 @@ class FailoverCluster(LocalCluster):
         return ended
 
     def _end_network(self) -> None:
-        """End proxies and etcd, once."""
+        """End proxies and etcd, unless they have ended."""
         if self._is_up:
             self._is_up = False
             self._proxies.__exit__(None, None, None)

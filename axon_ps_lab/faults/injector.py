@@ -1,8 +1,8 @@
 """The fault injector: processes stop at a moment of a step until the test releases them.
 
-The test uses `Moments`, a process `Injector`. They share a small file, mapped by both: two bytes per process contain
-the moment at which it has to stop, and the first version. So a moment that is not armed costs one read of memory. A
-process that stops connects to the test's Unix socket and waits until the test closes that connection.
+The test uses `Moments`, a process `Injector`. They share a small file, mapped by both. Two bytes per process contain
+the moment at which it has to stop, and the first version, so a moment that is not armed costs one read of memory. To
+stop, a process connects to the test's Unix socket and waits until the test closes that connection.
 
 Invariants: an armed moment is hit once; a process continues when the test is gone, or after `MAX_STOP_S`.
 """
@@ -28,7 +28,7 @@ MAX_STOP_S = 30.0
 
 MAX_PROCESSES = 1 << 14
 
-_RECORD = struct.Struct("<BBxx")  # moment, from which version on
+_RECORD = struct.Struct("<BBxx")  # moment, first version
 _HIT = struct.Struct("<iiii")  # slot, process id, moment, version
 _SOCKET, _TABLE = "moments.sock", "moments.table"
 
@@ -42,7 +42,7 @@ class Injector:
     """The part of a process: a watcher of `observe.moments`.
 
     Args:
-        directory: that of `Moments`.
+        directory: the directory of `Moments`.
         slot: the test's number of this process.
     """
 
@@ -79,11 +79,11 @@ class Hit:
     """A process that has stopped. It continues when `release` is called.
 
     Attributes:
-        slot: its number.
+        slot: number of the process.
         pid: its process id.
         moment: the moment that it has reached.
         version: the version it is at; -1 = unknown.
-        connection: it waits until this is closed.
+        connection: the process waits until this is closed.
     """
 
     slot: int
@@ -93,7 +93,7 @@ class Hit:
     connection: socket.socket
 
     def release(self) -> None:
-        """Let it continue. Harmless when repeated, and when it has ended."""
+        """Let the process continue. Further calls do nothing, also after its end."""
         self.connection.close()
 
 
@@ -122,13 +122,13 @@ class Moments:
             raise InvalidRequest(
                 f"slot {slot} and version {version} were given; they must be below {MAX_PROCESSES} and 256"
             )
-        # the version first: a process that sees the moment sees it too
+        # The version is written first: a process that sees the moment sees it, too.
         at = slot * _RECORD.size
         self._table[at + 1] = version
         self._table[at] = moment.value if moment is not None else 0
 
     def wait(self, timeout_s: float) -> Hit | None:
-        """The next process that stops; None when none did in time."""
+        """Wait for the next process that stops; None = none did in time."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left_s)
@@ -141,7 +141,7 @@ class Moments:
             if len(message) == _HIT.size:
                 slot, pid, moment, version = _HIT.unpack(message)
                 return Hit(slot=slot, pid=pid, moment=Moment(moment), version=version, connection=connection)
-            connection.close()  # it died before it had sent its message
+            connection.close()  # the process died before it had sent its message
         return None
 
     def close(self) -> None:

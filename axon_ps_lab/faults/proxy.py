@@ -4,7 +4,7 @@ All proxies of a test run on one event loop in one thread (`Proxies`). Each dire
 task and written by another, with a bounded queue between them, so that bytes can be delayed without being lost: a
 connection keeps TCP's guarantees while it lives.
 
-Which connections are a process's is determined when a disturbance needs it, by `/proc`.
+The connections of a process are found in `/proc` when a disturbance needs them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
 class ProxiesStalled(Exception):
-    """The thread of the proxies did not run, so that nothing was forwarded: the fault of the test or its machine."""
+    """The thread of the proxies did not run, so nothing was forwarded: the test or its machine is at fault."""
 
 
 class Kind(Enum):
@@ -42,9 +42,9 @@ class Kind(Enum):
     RESET = "reset"  # closed on both sides with a TCP reset
     HALF_CLOSE = "half-close"  # the client's direction ends (FIN); the server's goes on until the server ends it
     BLACK_HOLE = "black hole"  # nothing arrives for a time, then everything does
-    DELAY = "delay"  # what is sent within a time arrives that much later
-    RESETS = "resets"  # reset, and every new connection again, for a time
-    SLOW = "slow"  # so many bytes a second, in each direction of a connection, for a time
+    DELAY = "delay"  # bytes that are sent within a time arrive that much later
+    RESETS = "resets"  # existing and new connections are reset, for a time
+    SLOW = "slow"  # a limit of bytes a second, in each direction of a connection, for a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Disturbance:
 
     Attributes:
         kind: its kind.
-        seconds: duration of the silence, the delay, the resets or the slow link; 0 for what happens once.
+        seconds: duration of the silence, the delay, the resets or the slow link; 0 for a single event.
         every_s: RESETS: the interval.
         bytes_per_s: SLOW: the rate.
     """
@@ -72,8 +72,8 @@ class Disturbance:
 class _Clients:
     """The processes whose connections are disturbed, also those that they open meanwhile.
 
-    Their files are read once, and once for each later connection: to do it for each piece of data could keep the
-    thread of all proxies busy for many seconds.
+    The files of a process are read once, and once for each later connection. Reading them for each piece of data could
+    keep the thread of all proxies busy for many seconds.
     """
 
     def __init__(self, processes: Collection[int]) -> None:
@@ -83,10 +83,10 @@ class _Clients:
 
     def _look(self) -> None:
         self._looked = time.monotonic()
-        self._theirs |= connections_of(self._processes)  # one that was closed stays: its last bytes may be on their way
+        self._theirs |= connections_of(self._processes)  # closed ones stay: their last bytes may be on their way
 
     def have(self, connection: _Connection) -> bool:
-        """Whether the client of a connection is one of them."""
+        """Return True if the client of a connection is one of these processes."""
         if connection.opened >= self._looked:
             self._look()
         return connection.ports in self._theirs
@@ -100,8 +100,8 @@ class _Rule:
     clients: _Clients | None
     began: float
 
-    def due(self, read_at: float) -> float:
-        """When bytes that were read at that time may be written."""
+    def deliver_at(self, read_at: float) -> float:
+        """Return the time at which bytes that were read at `read_at` may be written."""
         ends = self.began + self.what.seconds
         if self.what.kind is Kind.BLACK_HOLE:
             return ends
@@ -110,14 +110,14 @@ class _Rule:
         return read_at
 
     def pause_s(self, count: int) -> float:
-        """The time that so many bytes take."""
+        """Return the time that so many bytes take."""
         if self.what.kind is not Kind.SLOW:
             return 0.0
         return min(count / self.what.bytes_per_s, max(0.0, self.began + self.what.seconds - time.monotonic()))
 
 
 class _Connection:
-    """One client's connection, and the proxy's to the server."""
+    """A client's connection to the proxy, and the proxy's to the server."""
 
     def __init__(self, proxy: TcpProxy, client: socket.socket, server: socket.socket) -> None:
         self.proxy = proxy
@@ -131,7 +131,7 @@ class _Connection:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Pass bytes until both directions have ended, or one is broken."""
+        """Forward bytes until both directions have ended, or one is broken."""
         self._tasks = [
             asyncio.ensure_future(task)
             for task in (
@@ -147,18 +147,18 @@ class _Connection:
         finally:
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)  # nobody uses the sockets any more
+            await asyncio.gather(*self._tasks, return_exceptions=True)  # the sockets are not in use any more
             for end in (self.client, self.server):
                 _close(end, reset=self._reset)
 
     def reset(self) -> None:
-        """End it with a reset on both sides."""
+        """End the connection with a reset on both sides."""
         self._reset = True
         for task in self._tasks:
             task.cancel()
 
     def half_close(self) -> None:
-        """End the client's direction; what it sends from now on is lost."""
+        """End the client's direction; its later bytes are dropped."""
         if not self._cut:
             self._cut = True
             self._tasks.append(asyncio.ensure_future(self._up.put((0.0, b""))))
@@ -175,7 +175,7 @@ class _Connection:
         loop = asyncio.get_running_loop()
         while True:
             read_at, data = await queue.get()
-            while (late_s := self.proxy.due(self, read_at) - time.monotonic()) > 0:
+            while (late_s := self.proxy.deliver_at(self, read_at) - time.monotonic()) > 0:
                 await asyncio.sleep(late_s)
             if not data:
                 sink.shutdown(socket.SHUT_WR)
@@ -197,7 +197,7 @@ class TcpProxy:
 
     Attributes:
         address: "host:port" where clients connect.
-        upstream: (host, port) of the server; may be changed. None = there is none: clients are refused.
+        upstream: (host, port) of the server; may be changed. None = there is no server: clients are refused.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, upstream: tuple[str, int] | None) -> None:
@@ -218,7 +218,7 @@ class TcpProxy:
             clients: process ids of the clients whose connections are disturbed; None = all.
 
         Raises:
-            ProxiesStalled: their thread did not run.
+            ProxiesStalled: the thread of the proxies did not run.
         """
         _run(self._loop, self._disturb(what, None if clients is None else _Clients(clients)))
 
@@ -230,7 +230,7 @@ class TcpProxy:
     # ------------------------------------------------------------------ on the loop's thread
 
     async def serve(self) -> None:
-        """Accept until closed."""
+        """Accept connections until closed."""
         while True:
             client, _ = await self._loop.sock_accept(self._listener)
             self._start(self._connect(client))
@@ -256,16 +256,16 @@ class TcpProxy:
         finally:
             self._connections.discard(connection)
 
-    def due(self, connection: _Connection, read_at: float) -> float:
-        """When bytes that were read from a connection may be written."""
-        due = read_at
+    def deliver_at(self, connection: _Connection, read_at: float) -> float:
+        """Return the time at which bytes that were read from a connection may be written."""
+        moment = read_at
         for rule in self._rules:
             if _matches(rule.clients, connection):
-                due = max(due, rule.due(read_at))
-        return due
+                moment = max(moment, rule.deliver_at(read_at))
+        return moment
 
     def pause_s(self, connection: _Connection, count: int) -> float:
-        """The time for which a connection is busy with so many bytes."""
+        """Return the time for which a connection is busy with so many bytes."""
         return max((r.pause_s(count) for r in self._rules if _matches(r.clients, connection)), default=0.0)
 
     async def _disturb(self, what: Disturbance, clients: _Clients | None) -> None:
@@ -308,12 +308,12 @@ class TcpProxy:
 
 
 def _matches(clients: _Clients | None, connection: _Connection) -> bool:
-    """Whether the client of a connection is one of these; None = any."""
+    """Return True if the client of a connection is one of these; None = any."""
     return clients is None or clients.have(connection)
 
 
 def _run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Returned]) -> Returned:
-    """Run it on the proxies' thread.
+    """Run a coroutine on the thread of the proxies; returns its result.
 
     Raises:
         ProxiesStalled: the thread did not run.
@@ -327,11 +327,10 @@ def _run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Returne
 
 
 class Proxies:
-    """The thread that proxies run in, as a context manager.
+    """The thread of all proxies of a test, as a context manager.
 
     Attributes:
-        stalled_s: the longest time for which the thread did not run, so that no proxy forwarded anything. May be set
-            to 0.
+        stalled_s: the longest time for which the thread did not run, and no proxy forwarded anything. May be set to 0.
     """
 
     def __init__(self) -> None:
@@ -347,7 +346,7 @@ class Proxies:
         return self
 
     def open(self, upstream: tuple[str, int] | None = None) -> TcpProxy:
-        """A proxy that listens on a port of loopback."""
+        """Start a proxy that listens on a port of loopback."""
         return _run(self._loop, self._open(upstream))
 
     async def _open(self, upstream: tuple[str, int] | None) -> TcpProxy:
@@ -381,40 +380,39 @@ class Proxies:
 
 
 def owner_of(port: int, processes: Collection[int]) -> int:
-    """The one of these processes that has a TCP socket at this local port; -1 = none."""
-    wanted = {f"socket:[{fields[9]}]" for fields in _sockets() if fields[1].endswith(f":{port:04X}")} - {"socket:[0]"}
-    return next((pid for pid in processes if wanted.intersection(_files_of(pid))), -1)
+    """Return the process of these that listens on a TCP port; -1 = none."""
+    return next((pid for pid in processes if port in listening_ports(pid)), -1)
 
 
 def listening_ports(pid: int) -> set[int]:
-    """The TCP ports that a process listens on."""
+    """Return the TCP ports that a process listens on."""
     return {_port(fields[1]) for fields in _sockets_of([pid]) if fields[3] == _LISTENS}
 
 
 def connections_of(processes: Collection[int]) -> set[tuple[int, int]]:
-    """The local and the remote TCP port of each socket of processes; a local one alone may be of many connections."""
+    """Return the local and the remote TCP port of each socket; one local port may be that of many connections."""
     return {(_port(fields[1]), _port(fields[2])) for fields in _sockets_of(processes)}
 
 
 def _sockets_of(processes: Collection[int]) -> Iterator[list[str]]:
-    """The fields of the TCP sockets of processes."""
+    """Return the fields of the TCP sockets of processes."""
     files = {file for pid in processes for file in _files_of(pid)}
     return (fields for fields in _sockets() if f"socket:[{fields[9]}]" in files)
 
 
 def _port(address: str) -> int:
-    """Of an address in the kernel's table."""
+    """Return the port of an address in the kernel's table."""
     return int(address.rpartition(":")[2], 16)
 
 
 def _sockets() -> Iterator[list[str]]:
-    """The fields of the kernel's table of TCP sockets, one after the other."""
+    """Yield the fields of each entry of the kernel's tables of TCP sockets."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         yield from map(str.split, _lines(table))
 
 
 def _files_of(pid: int) -> Iterator[str]:
-    """The open files of a process, by their names."""
+    """Yield the open files of a process, by their names."""
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""On the signal `TRIM` a process returns its free memory to the kernel, so that a test can measure what it needs.
+"""On the signal `TRIM` a process returns its free memory to the kernel, so that a test can measure the memory in use.
 
-glibc retains freed memory, here by configuration (`host.malloc`): up to 64 MiB at the end of each heap. After a burst
+glibc retains freed memory, up to 64 MiB at the end of each heap with the configuration of `host.malloc`. After a burst
 of messages that would look like a leak.
 """
 

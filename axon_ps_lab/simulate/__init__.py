@@ -1,6 +1,7 @@
 """Forecasts for a cluster that is not rented yet: step time, bytes, memory, goodput and cost of a model on it.
 
-From a file that describes model and cluster (`scenario`), and what this library costs on such machines (`profile`). The
-plan of slices, the sizes of what travels and the memory of slices are the code's own (`axon_ps.sharding`); the steps
-are played in virtual time (`step`), where transfers and compute share lines and processors (`fluid`).
+The inputs are a file that describes model and cluster (`scenario`), and the costs of this library on such machines
+(`profile`). The plan of slices, the sizes of messages and the memory of slices are computed by the library's own code
+(`axon_ps.sharding`). The steps run in virtual time (`step`), in which transfers and compute share lines and processors
+(`fluid`).
 """

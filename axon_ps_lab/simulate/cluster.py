@@ -1,7 +1,7 @@
-"""The hosts of a scenario, and what transfers, updates and compute use of them.
+"""The hosts of a scenario, and their use by transfers, updates and compute.
 
-Hosts that are alike are one `Hosts` with a count: they do the same at the same time. A transfer between all workers of
-a group and all servers is one activity, whose unit is an element between one pair.
+Equal hosts are one `Hosts` with a count: they do the same at the same time. A transfer between all workers of a group
+and all servers is one activity, whose unit is an element between one pair.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from axon_ps_lab.simulate.scenario import Scenario
 from axon_ps_lab.simulate.tables import Workers, wire_bytes
 
 RECEIVED = 0.94
-"""Of its rate, what a card receives that several others send to at once: their TCPs lose packets and wait (incast; Chen
-et al. 2009, https://doi.org/10.1145/1592681.1592693)."""
-FAR = 0.84
-"""Of its rate, what a line with a long round trip carries: bursts fill its queue, and TCP takes a while after a loss.
+"""The fraction of its rate at which a card receives from several hosts that send at once.
 
-This and `RECEIVED` are all that is fitted, to every second configuration of `benchmarks/simulator.py`.
+Their TCPs lose packets and wait (incast; Chen et al. 2009, https://doi.org/10.1145/1592681.1592693).
+"""
+FAR = 0.84
+"""The fraction of its rate that a line with a long round trip carries: bursts fill its queue, and TCP recovers slowly.
+
+This and `RECEIVED` are the only fitted values. They are fitted to every second configuration of
+`benchmarks/simulator.py`.
 """
 
 _STAGES = 4
@@ -30,13 +33,13 @@ _STAGES = 4
 
 @dataclass(eq=False)
 class Hosts:
-    """Hosts that are alike.
+    """Equal hosts.
 
     Attributes:
-        count: how many.
-        received, sent: the card of each, in bytes a second.
-        cores: its processors.
-        loop: the threads that move its bytes: one a process.
+        count: number of hosts.
+        received, sent: the card of each host, in bytes a second.
+        cores: the processors of each host.
+        loop: the threads that move the bytes of each host, one for each process.
     """
 
     count: int
@@ -49,7 +52,7 @@ class Hosts:
     def of(
         cls, name: str, count: int, rate: float, cores: Resource, *, senders: int, far: bool, processes: int = 1
     ) -> Hosts:
-        """Their resources; cards that carry `rate` bytes a second, and to which so many hosts send at once."""
+        """Make hosts whose cards carry `rate` bytes a second, and receive from `senders` hosts at once."""
         rate *= FAR if far else 1.0
         return cls(
             count,
@@ -105,25 +108,25 @@ class Cluster:
             self.servers = Hosts.of(
                 "a server", servers.count, rate, server_cores, senders=scenario.num_hosts, far=self.far
             )
-        self.server_cpu_s = 0.0  # of one
-        self.bytes = {(group, inward): 0.0 for group in self.workers for inward in (True, False)}  # of one
+        self.server_cpu_s = 0.0  # of one server
+        self.bytes = {(group, inward): 0.0 for group in self.workers for inward in (True, False)}  # of one host
 
     def _name(self, group: int) -> str:
-        """Hosts of a group, for people."""
+        """Return the name of a group's hosts, for messages."""
         return "a worker host" if len(self.scenario.workers) == 1 else f"a worker host of group {group}"
 
     def used(self) -> dict[Resource, float]:
-        """By resource, how much of it has been used until now."""
+        """Return the amount of each resource that has been used until now."""
         self.fluid.advance()
         hosts = (*self.workers, self.servers)
         return {r: r.used for each in hosts for r in (each.received, each.sent, each.cores, each.loop)}
 
     def numel(self, unit: int) -> int:
-        """Elements of a unit."""
+        """Return the elements of a unit."""
         return self._units[unit].numel
 
     def _uses(self, group: Hosts, inward: bool, unit: int) -> dict[Resource, float]:
-        """The time of an element between each pair of a worker and a server."""
+        """Return the use of each resource by an element that moves between each pair of a worker and a server."""
         servers, job, profile = self.servers, self.scenario.job, self.profile
         wire = job.sent if inward else job.reduced
         cost = profile.wires[wire]
@@ -151,17 +154,17 @@ class Cluster:
         return uses
 
     def stages(self, unit: int) -> int:
-        """In how many steps a unit is followed on its way: its slices' chunks, or a few of them at a time."""
+        """Return the number of stages in which a unit is moved: one for each chunk of a slice, at most `_STAGES`."""
         return min(_STAGES, -(-self.numel(unit) // (self.servers.count * self.scenario.spec.options.chunk_numel)))
 
     def move(self, group: Hosts, unit: int, *, inward: bool) -> simpy.Event:
-        """A stage of a unit between the workers of a group and the servers."""
+        """Move a stage of a unit between the workers of a group and the servers."""
         job, stages = self.scenario.job, self.stages(unit)
         self.bytes[group, inward] += wire_bytes(job.sent if inward else job.reduced, self.numel(unit)) / stages
         return self.fluid.run(self.numel(unit) / self.servers.count / stages, self._uses(group, inward, unit))
 
     def replicate(self, unit: int) -> simpy.Event:
-        """Every server sends a stage's sums of its slice of a unit to the servers that have copies of it."""
+        """Send a stage's sums of a unit from every server to the servers that have copies of its slice."""
         job, servers = self.scenario.job, self.servers
         copies, cost = self.scenario.copies - 1, self.profile.wires[job.reduced]
         numel = self.numel(unit) / servers.count / self.stages(unit) if copies else 0.0
@@ -174,7 +177,7 @@ class Cluster:
         )
 
     def update(self, unit: int) -> simpy.Event:
-        """Every server updates a stage of its slice of a unit, and encodes it."""
+        """Update and encode a stage of a unit on every server."""
         encode_s = self.profile.wires[self.scenario.job.sent].server_encode_s
         by_element = self.profile.update_s[self.scenario.servers_optimizer] * self.scenario.copies + encode_s
         numel = self.numel(unit) / self.servers.count / self.stages(unit)
@@ -183,11 +186,11 @@ class Cluster:
 
     @property
     def _together(self) -> float:
-        """Servers on the same cores."""
+        """The number of servers on the same cores."""
         return float(self.servers.count if self.scenario.network.shared_cores else 1)
 
     def compute(self, group: Hosts, kind: Workers, seconds: float) -> simpy.Event:
-        """A device of each worker of a group computes for so long."""
+        """Compute for `seconds` on a device of each worker of a group."""
         if kind.device != "cpu":
             return self.env.timeout(seconds)
         together = group.count if self.scenario.network.shared_cores else 1

@@ -1,4 +1,4 @@
-"""All that a simulation says of a scenario, and the comparison of several numbers of servers."""
+"""The result of a simulation of a scenario, and the comparison of several numbers of servers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Estimate:
     """The forecast for a cluster.
 
     Attributes:
-        servers: shard servers.
+        servers: number of shard servers.
         step: times of a step; of an inner one under "local_steps".
         worker_bytes: memory of a worker, without activations.
         server_bytes: memory of a shard server.
-        goodput: what deaths leave.
-        tokens_per_s: of all workers, without deaths.
+        goodput: the part of the work that deaths leave.
+        tokens_per_s: tokens a second of all workers, without deaths.
         per_hour: price of all hosts.
     """
 
@@ -36,7 +36,7 @@ class Estimate:
 
     @property
     def useful_tokens_per_s(self) -> float:
-        """Of those that count."""
+        """Tokens a second that count, with deaths."""
         return self.tokens_per_s * self.goodput.throughput
 
     @property
@@ -45,7 +45,7 @@ class Estimate:
         return self.per_hour / 3600 / self.useful_tokens_per_s * 1e6 if self.useful_tokens_per_s else float("inf")
 
     def hours(self, steps: int) -> float:
-        """The time of so many steps."""
+        """Return the hours that so many steps take."""
         return steps * self.step.step_s / 3600 / self.goodput.throughput if self.goodput.throughput else float("inf")
 
 
@@ -53,7 +53,7 @@ def estimate(scenario: Scenario, profile: Profile) -> Estimate:
     """Simulate a scenario.
 
     Raises:
-        InvalidRequest: the profile has no costs of what the job needs.
+        InvalidRequest: the profile lacks costs that the job needs.
     """
     step = play(scenario, profile)
     workers, servers = scenario.workers, scenario.servers
@@ -70,16 +70,16 @@ def estimate(scenario: Scenario, profile: Profile) -> Estimate:
 
 
 def sweep(scenario: Scenario, profile: Profile, counts: Iterable[int]) -> list[Estimate]:
-    """The same with each of these numbers of servers.
+    """Simulate a scenario with each of these numbers of servers.
 
     Raises:
-        InvalidRequest: there cannot be so few, or the profile lacks something.
+        InvalidRequest: a number of servers is too small, or the profile lacks costs.
     """
     return [estimate(scenario.with_servers(count), profile) for count in counts]
 
 
 def best(estimates: Iterable[Estimate]) -> Estimate:
-    """The one to rent: the cheapest by token, or without prices the smallest within 5 % of the fastest."""
+    """Choose the estimate to rent: the cheapest by token, or without prices the smallest within 5 % of the fastest."""
     found = list(estimates)
     if all(each.per_hour for each in found):
         return min(found, key=lambda each: (each.per_million_tokens, each.servers))

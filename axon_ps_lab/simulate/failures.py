@@ -1,12 +1,12 @@
 """The useful part of the time when hosts die: a job's life in virtual time, with deaths drawn from a seed.
 
-Owns: what a death costs. A step in which a worker dies or comes is made again by all. A worker that dies under local
-steps takes its own progress since the last outer steps with it. The death of a shard server is a pause where there is a
-replica, and where there is none what came since the last checkpoint is lost. Where servers are on the workers' hosts, a
-host's death is both.
+Owns: the cost of a death. A step in which a worker dies or joins is repeated by all workers. A worker that dies under
+local steps loses its own progress since the last outer steps. The death of a shard server is a pause if there is a
+replica; else all progress since the last checkpoint is lost, too. If servers are on the workers' hosts, a host's
+death is both.
 
-Workers and servers that die independently have lives of their own, of as many deaths each, and what is left is the
-product: else the rarer kind would be seen a few times only.
+The deaths of workers and of servers are independent, so two lives are simulated, with equally many deaths, and their
+useful parts are multiplied. In a single life there would be only a few deaths of the rarer kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from random import Random
 from axon_ps_lab.simulate.scenario import Scenario
 
 _DEATHS = 4000
-"""So many are played: the mean is within two percent of what more of them would give."""
+"""Deaths in a life: the mean is then within two percent of that of more deaths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class Goodput:
     """The use of a job's time.
 
     Attributes:
-        useful: steps of workers that count, over those that the workers which were there had time for.
-        throughput: steps of workers that count, over those of a job in which nothing dies.
+        useful: steps of workers that count, divided by the steps for which the workers present had time.
+        throughput: steps of workers that count, divided by those of a job without deaths.
     """
 
     useful: float
@@ -36,13 +36,13 @@ class Goodput:
 
 
 def goodput(scenario: Scenario, step_s: float, *, horizon_s: float = 0.0, seed: int = 0) -> Goodput:
-    """The useful part of the time after deaths.
+    """Return the part of the time that is useful in spite of deaths.
 
     Args:
-        scenario: what dies how often, and what then.
+        scenario: its failures say how often hosts die, and with which effects.
         step_s: seconds of a step; under "local_steps" of an inner one.
-        horizon_s: length of the life that is played, from its beginning; 0 = long enough for a mean.
-        seed: of the deaths' times.
+        horizon_s: length of the simulated life, from its beginning; 0 = long enough for a mean.
+        seed: seed of the times of the deaths.
     """
     failures = scenario.failures
     useful = throughput = 1.0
@@ -51,7 +51,7 @@ def goodput(scenario: Scenario, step_s: float, *, horizon_s: float = 0.0, seed: 
     for kind, count, mtbf_h in (workers, servers):
         if mtbf_h:
             rate = count / (mtbf_h * 3600)
-            begin_s = 0.0 if horizon_s else failures.worker_away_s  # until as many are away as ever
+            begin_s = 0.0 if horizon_s else failures.worker_away_s  # by then as many are away as later
             life = _Life(scenario, step_s, Random(seed), begin_s)
             life.play(kind, rate, horizon_s or begin_s + _DEATHS / rate)
             useful *= life.counted / life.there if life.there else 0.0
@@ -64,25 +64,25 @@ class _Life:
     """A job's life.
 
     Attributes:
-        there: seconds of workers that were there.
-        counted: of these, what is in the job's parameters.
+        there: summed seconds of the workers that were present.
+        counted: the part of these seconds that is in the job's parameters.
         now_s: virtual time.
     """
 
     scenario: Scenario
     step_s: float
     random: Random
-    begin_s: float  # of what is summed up
+    begin_s: float  # begin of the sums
     there: float = 0.0
     counted: float = 0.0
     now_s: float = 0.0
     paused_until_s: float = 0.0
-    unsaved: float = 0.0  # of `counted`, since the last checkpoint
-    unsaved_s: float = 0.0  # since then
-    born: list[float] = field(default_factory=list)  # when each worker that is there came
+    unsaved: float = 0.0  # the part of `counted` since the last checkpoint
+    unsaved_s: float = 0.0  # seconds since the last checkpoint
+    born: list[float] = field(default_factory=list)  # the time at which each present worker joined
 
     def play(self, kind: str, rate: float, horizon_s: float) -> None:
-        """Live until `horizon_s`, while hosts of a kind die at a rate, when all are there."""
+        """Simulate until `horizon_s`; `rate` is the deaths a second of a kind of hosts while all are present."""
         failures, hosts = self.scenario.failures, self.scenario.num_hosts
         own = not self.scenario.servers.count
         self.born = [0.0] * hosts
@@ -109,7 +109,7 @@ class _Life:
         return 1 / rate if self.scenario.failures.regular else self.random.expovariate(rate)
 
     def _train_until(self, then_s: float) -> None:
-        """A step that is disturbed at `then_s` is made again, unless steps are local."""
+        """Train until `then_s`; a step that is disturbed then is repeated, unless steps are local."""
         begin_s, alive = max(self.now_s, self.paused_until_s), len(self.born)
         summed = then_s > self.begin_s
         if summed:
@@ -131,7 +131,7 @@ class _Life:
             self.unsaved = min(self.unsaved, alive * self.unsaved_s)
 
     def _lose_worker(self) -> None:
-        """One that is there dies: who has been there for longest where times are regular."""
+        """Let a worker die: with regular times the oldest, else a random one."""
         came_s = self.born.pop(0 if self.scenario.failures.regular else self.random.randrange(len(self.born)))
         job = self.scenario.job
         if job.strategy != "local_steps":
@@ -143,7 +143,7 @@ class _Life:
         self.counted = max(0.0, self.counted - lost_s)
 
     def _lose_server(self, away_s: float) -> None:
-        """A server dies, with the only copy of its slices if there are no others."""
+        """Let a server die; its slices are lost if they have no other copies."""
         failures = self.scenario.failures
         if self.scenario.copies > 1:
             pause_s = failures.promote_s

@@ -1,11 +1,11 @@
 """Virtual time in which activities share resources: lines, loops, processors. No I/O.
 
-Every activity moves at a rate that is bounded by the resources it uses, as water by pipes; when one begins or ends the
-rates of all are found anew. The rates are max-min fair: all grow together until a resource is used up, those that use
-it stay, the others grow on (Bertsekas & Gallager, Data Networks, 6.5.2; Casanova et al. 2014, SimGrid,
-https://doi.org/10.1016/j.jpdc.2014.06.008, which found such models of TCP within some percent of packets).
+Every activity moves at a rate that is bounded by the resources it uses, as water by pipes. When an activity begins or
+ends, all rates are computed anew. The rates are max-min fair: all grow together until a resource is used up; the rates
+of its users then stay, and the others grow on (Bertsekas & Gallager, Data Networks, 6.5.2). Casanova et al. found such
+models of TCP within some percent of simulated packets (2014, SimGrid, https://doi.org/10.1016/j.jpdc.2014.06.008).
 
-Owns: rates and the ends of activities. Refuses: to know what they are.
+Owns: rates and the ends of activities. Refuses: knowledge of what the activities are.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Process: TypeAlias = Generator[simpy.Event, Any, Any]
 Wanted: TypeAlias = tuple[Mapping["Resource", float], float, float]
 
 _REST = 1e-9
-"""What would end within so many seconds has ended: rounding leaves that."""
+"""Seconds of work that may be left when an activity ends: rounding leaves that much."""
 _ROUNDING = 1 + 1e-12
 
 
 @dataclass(eq=False)
 class Resource:
-    """Something that has so much to give a second.
+    """A resource with a capacity per second.
 
     Attributes:
-        name: for people.
-        capacity: in the unit of what uses it, a second; infinite = never short.
-        used: of it, until now.
+        name: its name, for messages.
+        capacity: its capacity a second, in the unit of its users; infinite = never short.
+        used: the amount used until now.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Resource:
 
 @dataclass(eq=False)
 class _Activity:
-    uses: Mapping[Resource, float]  # by unit of it
-    most: float  # rate
+    uses: Mapping[Resource, float]  # amounts of resources for one unit of the activity
+    most: float  # the highest rate
     weight: float
     left: float
     done: simpy.Event
@@ -61,19 +61,19 @@ class Fluid:
         self.env = env
         self._active: list[_Activity] = []
         self._since_s = 0.0
-        self._alarm = 0  # of the last change: alarms of those before are void
+        self._alarm = 0  # number of the last alarm; older ones are void
         self._stale = False
 
     def run(
         self, amount: float, uses: Mapping[Resource, float], *, most: float = math.inf, weight: float = 1.0
     ) -> simpy.Event:
-        """Begin an activity; the event is its end.
+        """Begin an activity; returns the event of its end.
 
         Args:
-            amount: of it, in units.
-            uses: how much of a resource a unit takes.
-            most: units a second that it makes at most, whatever there is.
-            weight: how fast it grows beside others that share a resource with it.
+            amount: amount of the activity, in units.
+            uses: amounts of resources that a unit takes.
+            most: the highest rate, in units a second, whatever the resources allow.
+            weight: its growth, relative to other activities that share a resource with it.
         """
         done = self.env.event()
         if amount <= 0.0:
@@ -85,13 +85,13 @@ class Fluid:
         return done
 
     def _change(self) -> None:
-        """Find the rates anew, once for all that begins and ends at this moment."""
+        """Compute the rates anew, once for all activities that begin or end at this moment."""
         if not self._stale:
             self._stale = True
             self.env.timeout(0.0).callbacks.append(self._settle)
 
     def advance(self) -> None:
-        """Count what was done, and used, until now."""
+        """Add what was done and used until now."""
         elapsed_s, self._since_s = self.env.now - self._since_s, self.env.now
         if elapsed_s:
             for activity in self._active:
@@ -118,7 +118,7 @@ class Fluid:
             self._change()
 
     def _end(self) -> None:
-        least_s = max(_REST, 4 * math.ulp(self.env.now))  # less, and time would stand still
+        least_s = max(_REST, 4 * math.ulp(self.env.now))  # with less, time would not advance
         ended = [a for a in self._active if a.left <= least_s * max(1.0, a.rate)]
         if ended:
             self._active = [a for a in self._active if a not in ended]
@@ -127,27 +127,27 @@ class Fluid:
 
 
 def fair_rates(wanted: Sequence[Wanted]) -> list[float]:
-    """The max-min fair rate of each activity.
+    """Return the max-min fair rate of each activity.
 
     Args:
-        wanted: what a unit of it uses, its highest rate and its weight.
+        wanted: for each activity, the resources that a unit uses, its highest rate and its weight.
     """
-    room = {resource: resource.capacity for uses, _, _ in wanted for resource in uses}
+    free = {resource: resource.capacity for uses, _, _ in wanted for resource in uses}
     rates = [0.0] * len(wanted)
     growing = set(range(len(wanted)))
     level = 0.0
     while growing:
-        demand = dict.fromkeys(room, 0.0)
+        demand = dict.fromkeys(free, 0.0)
         for i in growing:
             uses, _, weight = wanted[i]
             for resource, by_unit in uses.items():
                 demand[resource] += weight * by_unit
-        full = {resource: room[resource] / by_level for resource, by_level in demand.items() if by_level > 0.0}
+        full = {resource: free[resource] / by_level for resource, by_level in demand.items() if by_level > 0.0}
         bounded = min(wanted[i][1] / wanted[i][2] for i in growing) - level
         step = min(bounded, min(full.values(), default=math.inf))
         level += step
         for resource, by_level in demand.items():
-            room[resource] = max(0.0, room[resource] - by_level * step)
+            free[resource] = max(0.0, free[resource] - by_level * step)
         used_up = {resource for resource, most in full.items() if most <= step * _ROUNDING}
         for i in list(growing):
             uses, most, weight = wanted[i]

@@ -1,7 +1,7 @@
-"""Memory of workers and servers, by the rules of the code that takes it. Pure.
+"""Memory of workers and servers, by the rules of the code that allocates it. Pure.
 
-Of a worker: parameters, gradients and what travels, without activations and what the program itself needs. Of a server:
-its slices, as `sharding.memory` counts them before any is placed.
+A worker's memory is that of parameters, gradients and buffers of messages, without activations and the program's own
+needs. A server's memory is that of its slices, as `sharding.memory` computes it before placement.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _F32 = 4
 
 
 def server_bytes(scenario: Scenario) -> int:
-    """Of a shard server, all copies of slices that it has included."""
+    """Return the bytes of a shard server, with all copies of slices."""
     sizes = slice_bytes(scenario.spec, scenario.moments, scenario.num_servers)
     return -(-sum(sizes) * scenario.copies // scenario.num_servers)
 
 
 def parameter_bytes(scenario: Scenario, group: Workers) -> int:
-    """Parameters of a worker at their peak, by the formulas of `parallel.fsdp.stats`, to which real jobs are held."""
+    """Return the peak bytes of a worker's parameters, by the formulas of `parallel.fsdp.stats`, tested on real jobs."""
     job = scenario.job
     numels = [unit.numel for unit in scenario.spec.layout.units]
     one, numel = max(numels[1:], default=0), sum(numels)
@@ -39,17 +39,17 @@ def parameter_bytes(scenario: Scenario, group: Workers) -> int:
 
 
 def gradient_bytes(scenario: Scenario, group: Workers) -> int:
-    """Gradients on their way, in f32 where they are compressed, and the residuals of compression."""
+    """Return the bytes of gradients on their way, in f32 where they are compressed, and of compression's residuals."""
     job, precision = scenario.job, scenario.spec.precision
     numels = [unit.numel for unit in scenario.spec.layout.units]
     residuals = _F32 * sum(numels) * (precision.grad_compression is not None) // group.devices
-    if job.strategy == "local_steps":  # what was pushed, what comes, and the buffer
+    if job.strategy == "local_steps":  # the pushed values, the coming values, and the buffer
         return max(numels) * (2 * _F32 + precision.grad.itemsize) + residuals
     return precision.grad.itemsize * min(BUFFERS * max(numels), sum(numels)) + residuals
 
 
 def worker_bytes(scenario: Scenario) -> int:
-    """All of the worker that needs most: of each device's process, under "hybrid_shard"."""
+    """Return the bytes of the worker that needs most; under "hybrid_shard" those of each device's process."""
     job, numels = scenario.job, [unit.numel for unit in scenario.spec.layout.units]
     compute = DTYPES[job.compute].itemsize
     if job.strategy == "local_steps":

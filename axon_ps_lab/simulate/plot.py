@@ -18,11 +18,11 @@ _STYLE = (
 
 
 def picture(estimates: Sequence[Estimate], best: Estimate) -> str:
-    """The picture; the estimate to rent has another colour.
+    """Draw the picture; the estimate to rent has another colour.
 
     Args:
-        estimates: by rising number of servers.
-        best: one of them.
+        estimates: the estimates, by rising number of servers.
+        best: the estimate to rent.
     """
     charts: list[tuple[str, Callable[[Estimate], float]]] = [
         ("tokens a second that count", lambda each: each.useful_tokens_per_s),
@@ -45,7 +45,7 @@ def picture(estimates: Sequence[Estimate], best: Estimate) -> str:
 
 
 def _chart(title: str, points: Sequence[tuple[int, float, bool]]) -> Iterator[str]:
-    """A chart, without infinite values: the price of a job that comes to no end."""
+    """Draw a chart, without infinite values, such as the price of a job that never ends."""
     most = max((value for _, value, _ in points if math.isfinite(value)), default=0.0) or 1.0
     last = max(len(points) - 1, 1)
     yield f'<text x="0" y="-12">{title}</text>'

@@ -16,15 +16,15 @@ from axon_ps.texts import value_of_json
 
 @dataclass(frozen=True, kw_only=True)
 class WireCost:
-    """Processor seconds that an element costs which travels in some form, over sockets.
+    """Processor seconds for an element that is sent in some form over sockets.
 
     Attributes:
-        worker_gather_s: of the worker, by element of an AllGather.
-        server_gather_s: of the shard server.
-        worker_push_s: of the worker, by element of a ReduceScatter.
-        server_push_s: of the shard server, the sum included.
-        server_encode_s: of the shard server, by element that a step commits, beside the optimizer's arithmetic: what
-            travels is encoded once for all workers.
+        worker_gather_s: seconds of the worker, for an element of an AllGather.
+        server_gather_s: seconds of the shard server, for an element of an AllGather.
+        worker_push_s: seconds of the worker, for an element of a ReduceScatter.
+        server_push_s: seconds of the shard server, for an element of a ReduceScatter, the sum included.
+        server_encode_s: seconds of the shard server, for an element that a step commits, beside the optimizer's
+            arithmetic: a version is encoded once for all workers.
     """
 
     worker_gather_s: float
@@ -39,12 +39,12 @@ class Profile:
     """The costs of this library on a machine.
 
     Attributes:
-        cores: that it has.
-        worker_call_s: processor seconds of a worker by gather or push of a unit from one server, beside its elements.
-        server_call_s: those of the shard server.
-        decision_s: from the last vote to the decision at a worker, without the line's round trip.
-        update_s: processor seconds of a shard server by element that an optimizer updates, by its name.
-        wires: costs by what travels: "float32", "bfloat16", "float16", "int8", "int4".
+        cores: the machine's cores.
+        worker_call_s: seconds of the worker for a gather or push of a unit from one server, without its elements.
+        server_call_s: seconds of the shard server for the same.
+        decision_s: seconds from the last vote to the decision at a worker, without the line's round trip.
+        update_s: seconds of a shard server for an element that an optimizer updates, by the optimizer's name.
+        wires: costs by form: "float32", "bfloat16", "float16", "int8", "int4".
     """
 
     cores: int
@@ -56,10 +56,10 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The profile in a file.
+        """Read a profile from a file.
 
         Raises:
-            InvalidRequest: there is none, or it says something else.
+            InvalidRequest: the file cannot be read, or is not a profile.
         """
         try:
             return cls.of(value_of_json(path.read_text(encoding="utf-8"), "it"))
@@ -70,10 +70,10 @@ class Profile:
 
     @classmethod
     def of(cls, values: Any) -> Self:
-        """The profile of these JSON values.
+        """Make a profile from JSON values.
 
         Raises:
-            InvalidRequest: something is missing or no positive number.
+            InvalidRequest: a value is missing, or is not a positive number.
         """
         names = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or names - values.keys():
@@ -96,7 +96,7 @@ class Profile:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The arguments of `of`."""
+        """Return the argument of `of`."""
         return asdict(self)
 
 

@@ -1,6 +1,6 @@
-"""A model, a job and a cluster, as a TOML file describes them.
+"""A model, a job and a cluster, described by a TOML file.
 
-Owns: how the file is read, and what its tables must be together. `docs/simulate.md` has a file with all.
+Owns: reading the file, and the conditions on values of several tables. `docs/simulate.md` has a file with all tables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Scenario:
     """The subject of a simulation: the whole file.
 
     Raises:
-        InvalidRequest: a value cannot be.
+        InvalidRequest: a value is invalid.
     """
 
     TABLES: ClassVar[Mapping[str, type[Table]]] = {
@@ -79,10 +79,10 @@ class Scenario:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The scenario of a TOML file.
+        """Read the scenario of a TOML file.
 
         Raises:
-            InvalidRequest: it cannot be read, or a table, key or value in it cannot be.
+            InvalidRequest: the file cannot be read, or a table, key or value in it is invalid.
         """
         try:
             content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ class Scenario:
 
     @classmethod
     def of(cls, tables: Mapping[str, Any]) -> Self:
-        """The scenario of these tables."""
+        """Make the scenario of these tables."""
         _known(tables, ("workers", *cls.TABLES), "the file")
         groups = tables.get("workers", [])
         made: dict[str, Any] = {
@@ -110,22 +110,22 @@ class Scenario:
         return cls(**made)
 
     def with_servers(self, count: int) -> Self:
-        """The same with so many servers."""
+        """Return the same scenario with so many servers."""
         return dataclasses.replace(self, servers=dataclasses.replace(self.servers, count=count))
 
     @property
     def num_hosts(self) -> int:
-        """Worker hosts."""
+        """Number of worker hosts."""
         return sum(group.count for group in self.workers)
 
     @property
     def num_servers(self) -> int:
-        """Shard servers."""
+        """Number of shard servers."""
         return self.servers.count or self.num_hosts
 
     @property
     def copies(self) -> int:
-        """Shard servers that hold each slice; as `CoordinatorConfig.copies`."""
+        """Number of shard servers that hold each slice; as `CoordinatorConfig.copies`."""
         return self.job.replication or min(2, self.num_servers)
 
     @property
@@ -135,22 +135,22 @@ class Scenario:
 
     @property
     def moments(self) -> int:
-        """State arrays of the optimizer on the servers."""
+        """Number of state arrays of the servers' optimizer."""
         momentum = {"momentum": 0.9} if self.job.strategy == "local_steps" else {}
         return len(create(self.servers_optimizer).state_names([momentum]))
 
     @property
     def gathered_as(self) -> DType:
-        """The dtype of parameters once they have come: decompressed, as they are computed with."""
+        """The dtype of parameters at a worker after their arrival: decompressed, for computing."""
         return DTYPES.get(self.job.sent, DTYPES[self.job.compute])
 
     def buffered(self, group: Workers) -> bool:
-        """Whether workers gather into buffers, and not into the memory that they compute with."""
+        """Return True if workers gather into buffers, and not into the memory that they compute with."""
         return group.device == "gpu" or self.gathered_as != DTYPES[self.job.compute]
 
     @property
     def _unit_numels(self) -> list[int]:
-        """Elements of the units: the root first, as in a wrapped model; or of the fragments."""
+        """Elements of each unit: the root first, as in a wrapped model; under "local_steps" of each fragment."""
         model, fragments = self.model, self.job.fragments
         if self.job.strategy != "local_steps":
             return [model.root_numel, *([model.block_numel] * model.blocks)]
@@ -200,7 +200,7 @@ def _made(table: type[Table], values: Any, where: str) -> Any:
 
 
 def _converted(what: str, value: Any, kind: type[Any]) -> Any:
-    """A value of the file; an integer is a number, too, and true is none."""
+    """Check and convert a value of the file; an integer is also a number, a boolean is not."""
     right = isinstance(value, (int, float) if kind is float else kind)
     if not right or (isinstance(value, bool) and kind is not bool):
         raise InvalidRequest(f"{what} is {value!r}; it must be {_KINDS[kind]}")

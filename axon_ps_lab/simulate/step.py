@@ -1,8 +1,8 @@
-"""Steps of a job in virtual time: the order of events is the runtime's.
+"""Steps of a job in virtual time, in the runtime's order of events.
 
-Owns: what waits for what in a step. The rules are those of `parallel.fsdp.runtime` (Note: [Memory]),
-`parallel.fsdp.server_runtime` (Note: [Speculative gathers]), `parallel.diloco` and `shard.client.line`; where they
-change, this must, and `benchmarks/simulator.py` finds out.
+Owns: the dependencies of a step's events. The rules are those of `parallel.fsdp.runtime` (Note: [Memory]),
+`parallel.fsdp.server_runtime` (Note: [Speculative gathers]), `parallel.diloco` and `shard.client.line`. When these
+change, this module must change, too; `benchmarks/simulator.py` shows a difference.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from axon_ps_lab.simulate.profile import Profile
 from axon_ps_lab.simulate.scenario import Scenario
 from axon_ps_lab.simulate.tables import BUFFERS, DTYPES, Workers, wire_bytes
 
-_FORWARD = 1 / 3  # of compute; backward makes two products where forward makes one
-_SHORT = 0.5  # of a step: what is in use for longer limits it
+_FORWARD = 1 / 3  # of compute; backward makes two products for forward's one
+_SHORT = 0.5  # of a step; a resource in use for longer limits the step
 _COMPUTE = "the compute of a worker"
-_STEPS = 4  # that are played; the last one is the result
+_STEPS = 4  # steps that are simulated; the last one is the result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,15 @@ class StepTimes:
     """A step of the slowest group of workers.
 
     Attributes:
-        step_s: from one decision to the next.
-        compute_s: forward and backward alone.
-        gather_wait_s: waited for parameters.
-        push_wait_s: waited for room for a gradient, or for the last gradients to be sent.
-        decision_wait_s: waited for the others and for the decision.
-        received_bytes: by a worker host, from all servers.
-        sent_bytes: by a worker host, to all servers.
-        server_busy: processor seconds of a shard server by second of a step.
-        in_use: by what there is of it, the share of a step in which it is in use; most of all first.
+        step_s: time from one decision to the next.
+        compute_s: time of forward and backward alone.
+        gather_wait_s: time waiting for parameters.
+        push_wait_s: time waiting for free memory for a gradient, or until the last gradients are sent.
+        decision_wait_s: time waiting for the other workers and for the decision.
+        received_bytes: bytes that a worker host receives from all servers.
+        sent_bytes: bytes that a worker host sends to all servers.
+        server_busy: processor seconds of a shard server per second of a step.
+        in_use: by resource, the fraction of a step in which it is in use; the highest first.
     """
 
     step_s: float
@@ -55,7 +55,7 @@ class StepTimes:
 
     @property
     def bottleneck(self) -> str:
-        """The bottleneck of a step: the resource in use for most of it, in turn with others if not for nearly all."""
+        """The resource in use for most of a step; where it is in use for less than half of it, the text says so."""
         name, fraction = next(iter(self.in_use.items()))
         return (
             f"{name} ({fraction:.0%} of a step)"
@@ -68,14 +68,14 @@ class StepTimes:
 class _Step:
     """One step of the job."""
 
-    pushed: list[list[int]]  # by unit and stage, groups that have
+    pushed: list[list[int]]  # by unit and stage, the number of groups that have pushed
     updated: list[list[simpy.Event]]  # by unit and stage
     votes: int
     decided: simpy.Event
 
 
 class _Job:
-    """The state that all workers share: gradients that came, updates, votes."""
+    """The state that all workers share: pushed gradients, updates, votes."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -83,7 +83,7 @@ class _Job:
         self._steps: dict[int, _Step] = {}
 
     def step(self, number: int) -> _Step:
-        """The step of this number."""
+        """Return the step of this number."""
         if number not in self._steps:
             env, units = self.cluster.env, range(len(self.cluster.scenario.spec.layout.units))
             stages = [range(self.cluster.stages(unit)) for unit in units]
@@ -93,14 +93,14 @@ class _Job:
         return self._steps[number]
 
     def pushed(self, number: int, unit: int, stage: int) -> None:
-        """A group's gradients are at the servers."""
+        """Count a group's gradients that have arrived at the servers."""
         step = self.step(number)
         step.pushed[unit][stage] += 1
         if step.pushed[unit][stage] == len(self.cluster.workers):
             self.cluster.env.process(self._sum(step, unit, stage))
 
     def _sum(self, step: _Step, unit: int, stage: int) -> Process:
-        """All have pushed: backups get the sums, and if the step's hyperparameters are known it is updated at once."""
+        """Send sums to backups when all groups have pushed, and update if the step's hyperparameters are known."""
         yield self.cluster.replicate(unit)
         if self.speculates:
             yield self.cluster.env.process(self._update(step, unit, stage))
@@ -110,7 +110,7 @@ class _Job:
         step.updated[unit][stage].succeed()
 
     def vote(self, number: int) -> simpy.Event:
-        """A group votes; the event is the decision."""
+        """Vote for a group; returns the event of the decision."""
         step = self.step(number)
         step.votes += 1
         if step.votes == len(self.cluster.workers):
@@ -118,7 +118,7 @@ class _Job:
         return step.decided
 
     def _decide(self, step: _Step) -> Process:
-        yield self.cluster.env.timeout(self.cluster.profile.decision_s)  # it comes with the replies to the last pushes
+        yield self.cluster.env.timeout(self.cluster.profile.decision_s)  # with the replies to the last pushes
         step.decided.succeed()
         if not self.speculates:
             for unit, stages in enumerate(step.updated):
@@ -127,7 +127,7 @@ class _Job:
 
 
 class _Worker:
-    """The workers of a group: one of them stands for all."""
+    """The workers of a group; one of them is simulated for all."""
 
     def __init__(self, cluster: Cluster, job: _Job, hosts: Hosts, kind: Workers) -> None:
         scenario = cluster.scenario
@@ -139,45 +139,45 @@ class _Worker:
         self._buffered = scenario.buffered(kind)
         compute_s = kind.step_s(scenario.model, scenario.job)
         self._compute_s = [compute_s * numel / sum(self._numel) for numel in self._numel]
-        self._have: dict[int, simpy.Event] = {}  # units here or on their way
+        self._have: dict[int, simpy.Event] = {}  # units that are present or on their way
         largest = max(self._numel[1:], default=self._numel[0])
         self._itemsize = DTYPES[scenario.job.compute].itemsize
         self._wire_itemsize = scenario.gathered_as.itemsize
         under_way = round(hosts.received.capacity * filling_s(cluster.rtt_s)) if cluster.far else 0
-        self._budget = BUFFERS * largest * self._itemsize + under_way  # bytes of parameters, beside the root
-        self._buffers = BUFFERS * largest * self._wire_itemsize + under_way  # of gathers
-        self._room = BUFFERS * largest + under_way // self._itemsize  # elements of gradients
-        self._pushing: dict[simpy.Event, int] = {}  # elements of each
-        self._turns = {way: simpy.Resource(self._env, 1) for way in (True, False)} if cluster.far else {}
+        self._budget = BUFFERS * largest * self._itemsize + under_way  # bytes of parameters, without the root
+        self._buffers = BUFFERS * largest * self._wire_itemsize + under_way  # bytes of buffers of gathers
+        self._capacity = BUFFERS * largest + under_way // self._itemsize  # elements of gradients
+        self._pushing: dict[simpy.Event, int] = {}  # elements of each push
+        self._permits = {way: simpy.Resource(self._env, 1) for way in (True, False)} if cluster.far else {}
         # see `shard.client.client.IN_ORDER_BYTES`
         two_hosts = cluster.own and scenario.num_hosts == 2 and not cluster.far
         self._in_order = simpy.PriorityResource(self._env, 1) if two_hosts else None
         self.waits = {"gather": 0.0, "push": 0.0, "decision": 0.0}
         self.totals: list[_Total] = []  # by step
-        self.inner_steps = 1  # in each of them
+        self.inner_steps = 1  # in each outer step
 
     # ------------------------------------------------------------------ transfers
 
     def _in_node(self, unit: int) -> simpy.Event:
-        """The devices of a node share a unit, or sum its gradients: a ring, N - 1 of N bytes each way."""
+        """Share a unit among the devices of a node, or sum its gradients: a ring, (N - 1) / N of the bytes each way."""
         devices = self._kind.devices
         size_bytes = wire_bytes(self._cluster.scenario.job.compute, self._numel[unit])
         return self._env.timeout(size_bytes * (devices - 1) / devices / (self._kind.device_gb_per_s * 1e9))
 
     @contextmanager
-    def _turn(self, *, inward: bool) -> Iterator[simpy.Event]:
-        """A transfer's turn, on a long line; see `shard.client.line`."""
-        if not self._turns:
+    def _permit(self, *, inward: bool) -> Iterator[simpy.Event]:
+        """Wait for the order of transfers on a long line; see `shard.client.line`."""
+        if not self._permits:
             yield self._env.timeout(0.0)
             return
-        with self._turns[inward].request() as turn:
-            yield turn
+        with self._permits[inward].request() as permit:
+            yield permit
 
     def _gather(self, unit: int, step: _Step | None = None) -> Process:
-        """Of a step that is not decided chunk by chunk, as they are updated."""
+        """Gather a unit; for a step that is not decided, chunk by chunk, as the chunks are updated."""
         yield self._env.timeout(self._cluster.rtt_s / 2)
-        with self._turn(inward=True) as turn:
-            yield turn
+        with self._permit(inward=True) as permit:
+            yield permit
             for stage in range(self._cluster.stages(unit)):
                 if step is not None:
                     yield step.updated[unit][stage]
@@ -186,14 +186,14 @@ class _Worker:
         yield self._in_node(unit)
 
     def _gather_in_order(self, unit: int, step: _Step, order: simpy.PriorityResource) -> Process:
-        with order.request(priority=unit) as turn:
-            yield turn
+        with order.request(priority=unit) as permit:
+            yield permit
             yield self._env.process(self._gather(unit, step))
 
     def _push(self, number: int, unit: int) -> Process:
         yield self._in_node(unit)
-        with self._turn(inward=False) as turn:
-            yield turn
+        with self._permit(inward=False) as permit:
+            yield permit
             for stage in range(self._cluster.stages(unit)):
                 yield self._cluster.move(self._hosts, unit, inward=False)
                 self._env.process(self._arrive(number, unit, stage))
@@ -208,13 +208,13 @@ class _Worker:
             self._have[unit] = self._env.process(self._gather(unit, step))
 
     def _used(self, units: Mapping[int, simpy.Event]) -> int:
-        """Bytes of units that are here or on their way, beside the root."""
+        """Return the bytes of units that are present or on their way, without the root."""
         return sum(
             self._numel[u] * (self._itemsize if e.processed else self._wire_itemsize) for u, e in units.items() if u
         )
 
-    def _has_room(self, unit: int) -> bool:
-        """Whether a unit may be gathered before it is needed; see `Runtime._prefetch`."""
+    def _has_capacity(self, unit: int) -> bool:
+        """Return True if a unit may be gathered before it is needed; see `Runtime._prefetch`."""
         gather_bytes = self._numel[unit] * self._wire_itemsize
         coming = sum(self._numel[u] * self._wire_itemsize for u, e in self._have.items() if not e.processed)
         if self._buffered and coming and coming + gather_bytes > self._buffers:
@@ -222,20 +222,20 @@ class _Worker:
         return not unit or self._resident or self._used(self._have) + gather_bytes <= self._budget
 
     def _prefetch(self, upcoming: Iterable[int], step: _Step | None = None) -> None:
-        """Gather what is needed next as far as there is room: of a step just decided each unit once it is updated."""
+        """Gather the units needed next while memory is free; with a step just decided, each unit once it is updated."""
         for unit in upcoming:
             if unit in self._have:
                 continue
-            if not self._has_room(unit):
+            if not self._has_capacity(unit):
                 return
             self._start(unit, step)
 
     def _needed_soon(self, unit: int, upcoming: Iterable[int]) -> bool:
-        room = self._budget
+        free_bytes = self._budget
         for other in dict.fromkeys(upcoming):
             by_element = self._itemsize + (self._wire_itemsize if self._buffered else 0)
-            room -= self._numel[other] * by_element if other else 0
-            if room < 0:
+            free_bytes -= self._numel[other] * by_element if other else 0
+            if free_bytes < 0:
                 return False
             if other == unit:
                 return True
@@ -256,9 +256,10 @@ class _Worker:
     def _compute(self, unit: int, fraction: float) -> simpy.Event:
         return self._cluster.compute(self._hosts, self._kind, self._compute_s[unit] * fraction)
 
-    def _push_when_room(self, number: int, unit: int) -> Process:
+    def _push_within_capacity(self, number: int, unit: int) -> Process:
         numel = self._numel[unit]
-        while (under_way := self._under_way()) and sum(self._pushing[push] for push in under_way) + numel > self._room:
+        most = self._capacity - numel
+        while (under_way := self._under_way()) and sum(self._pushing[push] for push in under_way) > most:
             yield from self._wait("push", self._env.any_of(under_way))
         self._pushing[self._env.process(self._push(number, unit))] = numel
 
@@ -270,7 +271,7 @@ class _Worker:
             self._have.pop(unit, None)
 
     def run(self) -> Process:
-        """All steps."""
+        """Simulate all steps."""
         for number in range(_STEPS):
             yield from self._forward()
             expected: dict[int, simpy.Event] = {}
@@ -304,21 +305,21 @@ class _Worker:
         yield self._compute(0, _FORWARD)
 
     def _backward(self, number: int, expected: dict[int, simpy.Event]) -> Process:
-        """The root's compute, as of a head, is at the end of forward; its gradient is complete when backward ends."""
+        """Run backward: the root's compute, as of a head, comes first; its gradient is complete at the end."""
         yield self._compute(0, 1 - _FORWARD)
         for unit in reversed(self._blocks):
             upcoming = list(range(unit - 1, 0, -1))
             yield from self._need(unit, upcoming)
             yield self._compute(unit, 1 - _FORWARD)
             self._reshard(unit)
-            yield from self._push_when_room(number, unit)
+            yield from self._push_within_capacity(number, unit)
             self._speculate(number, unit, expected)
             self._prefetch(upcoming)
-        yield from self._push_when_room(number, 0)
+        yield from self._push_within_capacity(number, 0)
         self._speculate(number, 0, expected)
 
     def _speculate(self, number: int, unit: int, expected: dict[int, simpy.Event]) -> None:
-        """Gather a unit behind its push, as the step will leave it."""
+        """Gather a unit behind its push, with the values that the step will give it."""
         if not self._job.speculates or (self._buffered and not self._resident):
             return
         if not self._resident and unit:
@@ -332,10 +333,10 @@ class _Worker:
 
 
 class _LocalSteps(_Worker):
-    """Workers that make H / P inner steps, and then an outer step of a fragment; as `parallel.diloco`."""
+    """Workers that make H / P inner steps, and then an outer step of a fragment; see `parallel.diloco`."""
 
     def run(self) -> Process:
-        """One outer step of each fragment, and one more."""
+        """Simulate `_STEPS` outer steps, each of the next fragment."""
         job = self._cluster.scenario.job
         self.inner_steps = job.inner_steps // job.fragments
         inner_s = sum(self._compute_s)
@@ -371,10 +372,10 @@ class _Total:
 
 
 def play(scenario: Scenario, profile: Profile) -> StepTimes:
-    """The times of a step of a scenario, once steps are alike.
+    """Return the times of a step of a scenario, once steps are alike.
 
     Raises:
-        InvalidRequest: the profile has no costs of the optimizer, or of what travels.
+        InvalidRequest: the profile lacks costs of the optimizer, or of a wire form.
     """
     _check(scenario, profile)
     env = simpy.Environment()

@@ -1,4 +1,4 @@
-"""The tables of a scenario's file: their keys, what is taken where one is missing, and what they must be."""
+"""The tables of a scenario's file: their keys, default values and conditions."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from axon_ps.types import DType
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "local_steps")
 BUFFERS = 2
-"""Of the largest unit, for parameters and for gradients; as `parallel.fsdp.runtime.BUFFERS`, which needs PyTorch."""
+"""Buffers of the size of the largest unit, for parameters and for gradients.
+
+This is `parallel.fsdp.runtime.BUFFERS`, which cannot be imported without PyTorch.
+"""
 DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 _ETHERNET, _IP_AND_TCP = 14, 52  # bytes of headers; TCP's with timestamps
 _FLOPS = 6
-"""Operations of a parameter and token, forward 2 and backward 4 (Kaplan et al. 2020, section 2.1)."""
+"""Operations for a parameter and token, forward 2 and backward 4 (Kaplan et al. 2020, section 2.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """`[model]`: how many elements are gathered together, in forward order.
+    """`[model]`: numbers of elements that are gathered together, in forward order.
 
     Attributes:
-        blocks: equal units, as the layers of a transformer.
-        block_numel: elements of each.
-        root_numel: elements of what is in none of them: embeddings, head.
+        blocks: number of equal units, such as the layers of a transformer.
+        block_numel: elements of each block.
+        root_numel: elements outside all blocks: embeddings, head.
     """
 
     blocks: int = 0
@@ -36,39 +39,39 @@ class Model:
     root_numel: int = 1
 
     def check(self) -> None:
-        """Raise if it cannot be."""
+        """Raise if a value is invalid."""
         _at_least(self, "model", blocks=1, block_numel=1, root_numel=1)
 
     @classmethod
     def transformer(cls, *, layers: int, width: int, vocabulary: int, tied: bool = True) -> Self:
-        """A decoder of `layers` layers: 12 width² + 13 width each, embedding and head besides (as GPT-2)."""
+        """Make a decoder of `layers` layers: 12 width² + 13 width each, embedding and head besides (as GPT-2)."""
         heads = 1 if tied else 2
         return cls(blocks=layers, block_numel=12 * width**2 + 13 * width, root_numel=heads * vocabulary * width)
 
     @property
     def numel(self) -> int:
-        """Elements of all."""
+        """Elements of the model."""
         return self.blocks * self.block_numel + self.root_numel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """`[job]`: how the model is trained. What is not said is as the library has it (a test compares).
+    """`[job]`: settings of the training. Defaults are those of the library (a test compares them).
 
     Attributes:
         strategy: one of `STRATEGIES`.
-        compute: dtype that the workers compute in.
-        wire: what parameters travel as: a dtype, "int8" or "int4"; empty = as `compute`.
-        reduce: what gradients travel as; empty = as parameters.
-        optimizer: of the shard servers.
+        compute: dtype of the workers' computation.
+        wire: form in which parameters are sent: a dtype, "int8" or "int4"; empty = as `compute`.
+        reduce: form in which gradients are sent; empty = as parameters.
+        optimizer: optimizer of the shard servers.
         clip: whether gradients are clipped by their global norm.
-        offload_params: whether host memory retains what is gathered (`CPUOffload.PARAMS`).
+        offload_params: whether host memory retains gathered parameters (`CPUOffload.PARAMS`).
         replication: copies of a slice on servers; 0 = two if there are two servers or more, else one.
-        steps: how many the job makes; 0 = not known.
-        tokens: of a worker (or of each device of its node) in a step, or samples: what throughput is counted in.
-        inner_steps: between two outer steps of a parameter, under "local_steps".
-        fragments: of the model, under "local_steps".
-        overlap_steps: inner steps while an outer step is under way.
+        steps: number of steps that the job makes; 0 = unknown.
+        tokens: tokens, or samples, of a worker (or of each device of its node) in a step; the unit of throughput.
+        inner_steps: inner steps between two outer steps of a parameter, under "local_steps".
+        fragments: number of fragments of the model, under "local_steps".
+        overlap_steps: inner steps during an outer step.
     """
 
     strategy: str = "full_shard"
@@ -86,7 +89,7 @@ class Job:
     overlap_steps: int = 0
 
     def check(self) -> None:
-        """Raise if it cannot be."""
+        """Raise if a value is invalid."""
         _one_of("job.strategy", self.strategy, STRATEGIES)
         _one_of("job.compute", self.compute, tuple(DTYPES))
         for what, value in (("job.wire", self.sent), ("job.reduce", self.reduced)):
@@ -112,17 +115,17 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """`[[workers]]`: worker hosts that are alike.
+    """`[[workers]]`: equal worker hosts.
 
     Attributes:
-        count: how many hosts.
-        devices: GPUs of each; above 1 under "hybrid_shard", where they share the model.
+        count: number of hosts.
+        devices: GPUs of each host; above 1 under "hybrid_shard", where they share the model.
         compute_s: seconds that forward and backward of a step take on a device, alone; or else `flops`.
-        flops: operations a second that a device achieves with this model; `tokens` tell how many there are.
-        device: what it computes on: "gpu"; "cpu", the host's own cores; or "emulated", an accelerator that works on
-            host memory and takes no core, as in benchmarks.
-        cores: of a host; 0 = as the profile's machine.
-        rate_mbit: of its network card, each way.
+        flops: operations a second that a device achieves with this model; their number follows from `tokens`.
+        device: the kind of device: "gpu"; "cpu", the host's own cores; or "emulated", an accelerator that works on host
+            memory and takes no core, as in benchmarks.
+        cores: cores of a host; 0 = as many as the profile's machine has.
+        rate_mbit: rate of a host's network card, each way.
         device_gb_per_s: bandwidth between the devices of a host, each way.
         per_hour: price of a host.
     """
@@ -138,7 +141,7 @@ class Workers:
     per_hour: float = 0.0
 
     def check(self) -> None:
-        """Raise if it cannot be."""
+        """Raise if a value is invalid."""
         _at_least(self, "workers", count=1, devices=1, cores=0, per_hour=0, compute_s=0, flops=0)
         _above_0(self, "workers", "rate_mbit", "device_gb_per_s")
         _one_of("workers.device", self.device, ("gpu", "cpu", "emulated"))
@@ -149,18 +152,18 @@ class Workers:
             )
 
     def step_s(self, model: Model, job: Job) -> float:
-        """Seconds of forward and backward of a step on a device."""
+        """Return the seconds of forward and backward of a step on a device."""
         return self.compute_s or _FLOPS * model.numel * job.tokens / self.flops
 
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """`[servers]`: hosts with a shard server each.
+    """`[servers]`: hosts with one shard server each.
 
     Attributes:
-        count: how many; 0 = one on each worker's host, behind its card.
-        cores: of a host; 0 = as the profile's machine.
-        rate_mbit: of its network card, each way.
+        count: number of hosts; 0 = one shard server on each worker's host, behind its card.
+        cores: cores of a host; 0 = as many as the profile's machine has.
+        rate_mbit: rate of a host's network card, each way.
         per_hour: price of a host.
     """
 
@@ -170,19 +173,19 @@ class Servers:
     per_hour: float = 0.0
 
     def check(self) -> None:
-        """Raise if it cannot be."""
+        """Raise if a value is invalid."""
         _at_least(self, "servers", count=0, cores=0, per_hour=0)
         _above_0(self, "servers", "rate_mbit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """`[network]`: what is between the hosts.
+    """`[network]`: the network between the hosts.
 
     Attributes:
         rtt_ms: round trip between a worker and a server, and to the coordinator.
-        mtu: bytes of a packet at most, its IP header included.
-        shared_cores: all hosts are containers of one machine with so many cores; 0 = each has its own.
+        mtu: the most bytes of a packet, its IP header included.
+        shared_cores: cores of the one machine of which all hosts are containers; 0 = each host has its own cores.
     """
 
     rtt_ms: float = 0.2
@@ -190,29 +193,29 @@ class Network:
     shared_cores: int = 0
 
     def check(self) -> None:
-        """Raise if it cannot be."""
+        """Raise if a value is invalid."""
         _at_least(self, "network", rtt_ms=0, mtu=576, shared_cores=0)
 
     def payload_rate(self, rate_mbit: float) -> float:
-        """Bytes of TCP streams that a card carries a second: without the headers of Ethernet, IP and TCP."""
+        """Return the bytes of TCP streams that a card carries a second, without headers of Ethernet, IP and TCP."""
         return rate_mbit * 1e6 / 8 * (self.mtu - _IP_AND_TCP) / (self.mtu + _ETHERNET)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """`[failures]`: how often hosts die, and what happens then.
+    """`[failures]`: frequency of the deaths of hosts, and their effects.
 
     Attributes:
         worker_mtbf_h: mean time between failures of one worker host, in hours; 0 = they do not fail.
-        notice_s: until the job goes on without a worker that died: nothing where its connection breaks, the lease where
-            its host is silent.
-        worker_away_s: until it, or its successor, trains again: notice, replacement, start.
-        min_workers: of hosts, with which the job goes on; 0 = it needs all.
+        notice_s: seconds until the job goes on without a dead worker: 0 if its connection breaks, the lease if its
+            host is silent.
+        worker_away_s: seconds until the worker, or its successor, trains again: notice, replacement, start.
+        min_workers: the fewest hosts with which the job goes on; 0 = all.
         server_mtbf_h: mean time between failures of one shard server; 0 = they do not fail.
-        server_away_s: until its successor is up.
-        promote_s: until a replica has taken over, where slices have several copies.
-        checkpoint_every_s: seconds between checkpoints; 0 = none: what is lost begins anew.
-        restore_s: until a job that lost a slice goes on from its checkpoint, beside `server_away_s`.
+        server_away_s: seconds until the server's successor runs.
+        promote_s: seconds until a replica has taken over, where slices have several copies.
+        checkpoint_every_s: seconds between checkpoints; 0 = none: a job that lost a slice begins anew.
+        restore_s: seconds until a job that lost a slice goes on from its checkpoint, beside `server_away_s`.
         regular: whether workers die one after the other at even times, as in a test, and not at random ones.
     """
 
@@ -228,7 +231,7 @@ class Failures:
     regular: bool = False
 
     def check(self) -> None:
-        """Raise if it cannot be."""
+        """Raise if a value is invalid."""
         numbers = (each.name for each in dataclasses.fields(self) if each.name != "regular")
         _at_least(self, "failures", **dict.fromkeys(numbers, 0.0))
 
@@ -237,7 +240,7 @@ Table: TypeAlias = Model | Job | Workers | Servers | Network | Failures
 
 
 def wire_bytes(wire: str, numel: int) -> int:
-    """Bytes of so many elements on their way."""
+    """Return the bytes of so many elements in a wire form."""
     return DTYPES[wire].itemsize * numel if wire in DTYPES else compressor(wire).compressed_bytes(numel)
 
 

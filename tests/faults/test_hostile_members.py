@@ -23,7 +23,7 @@ from axon_ps.rpc.channels import connect
 from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding.placement import Server, place
+from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.storage.state_store import open_state
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import results_of
@@ -137,7 +137,7 @@ def test_a_layout_of_2_40_parameters_is_refused_with_the_figures_and_the_jobs_go
 
 def poisoned(path: Path) -> None:
     """The durable state that a coordinator of before this check has, of a job with such a model."""
-    state = records.ParameterState(placement=place(HUGE.plan(1), [Server(0)], 1))
+    state = records.ParameterState(placement=new_placement(HUGE.plan(1), [Server(0)], 1))
     nobody = Membership(
         generation=1, step=1, version=0, workers=(), shards=(), num_replicas=0, complete=False, waiting_for="members"
     )

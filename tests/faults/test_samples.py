@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import axon_ps
-from axon_ps.data.elastic import ElasticBatch, Place, Position, SamplePlan
+from axon_ps.data.elastic import Coordinates, ElasticBatch, Position, SamplePlan
 from axon_ps.observe import moments
 from axon_ps.parallel import FSDP, SGD, ElasticLoader, ShardingStrategy
 from axon_ps.sharding.plan import PlanOptions
@@ -170,7 +170,7 @@ def plain() -> Values:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(EPOCHS):
-        for step in plan.micro_batches(Position(epoch=epoch), Place()):
+        for step in plan.micro_batches(Position(epoch=epoch), Coordinates()):
             taken = plan.indices(step)
             nn.functional.mse_loss(model(x[taken]), y[taken]).backward()
             optimizer.step()

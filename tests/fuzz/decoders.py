@@ -84,7 +84,7 @@ PARSED: Final[dict[Callable[[Any], Any], Any]] = {
     codec.compression_from_proto: common_pb2.Compression,
     codec.job_spec_from_proto: common_pb2.JobSpec,
     codec.decision_from_proto: session_pb2.DecisionEvent,
-    codec.turn_from_proto: common_pb2.Turn,
+    codec.replica_clock_from_proto: common_pb2.Turn,
     messages.join_from_proto: session_pb2.Join,
     messages.vote_from_proto: session_pb2.Vote,
     messages.ready_from_proto: session_pb2.Ready,
@@ -93,7 +93,7 @@ PARSED: Final[dict[Callable[[Any], Any], Any]] = {
     messages.job_from_proto: session_pb2.JobEvent,
     messages.event_from_proto: session_pb2.SessionEvent,
     messages.status_from_proto: status_pb2.StatusReply,
-    span_messages.order_from_proto: trace_pb2.TraceOrder,
+    span_messages.TRACE_ORDER.from_proto: trace_pb2.TraceOrder,
     span_messages.report_from_proto: trace_pb2.SpanReport,
     error_from_detail: common_pb2.ErrorDetail,
 }

@@ -51,8 +51,9 @@ def test_a_finding_is_written_and_read_again(tmp_path: Path, findings: Findings)
 
 def test_what_is_wrong_is_found(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that has the fault of a real one: the table is patched, not the product."""
-    monkeypatch.setitem(Decoders.__init__.__globals__["DECODERS"], "turn_from_proto", (int, common_pb2.Turn.DESCRIPTOR))
-    Decoders(findings).replay(Case("decoders", "turn_from_proto", (b"x",)))
+    table = Decoders.__init__.__globals__["DECODERS"]
+    monkeypatch.setitem(table, "ReplicaClock_from_proto", (int, common_pb2.Turn.DESCRIPTOR))
+    Decoders(findings).replay(Case("decoders", "ReplicaClock_from_proto", (b"x",)))
     assert len(findings.counts) == 1
 
 

@@ -251,18 +251,18 @@ def _cell(by_means: dict[str, bool]) -> str:
 
 _INTRODUCTION: Final = """# Who may call what
 
-What `axon-ps auth table` prints, as it was found by calling everything (`tests/integration/access_walk.py` writes this
-page, and a test compares it): each call with each kind of credentials, as a token over plaintext and as a certificate
-over mutual TLS. `yes` means that the call was performed; an empty cell, that it was refused, with an error that says
-which it was. The first columns are credentials that do not hold, of a role that may; the next ones the roles;
-*secret* is whoever holds the job's secret. [security.md](security.md) says how to get credentials.
+`axon-ps auth table` prints this table. `tests/integration/access_walk.py` found it by making every call, and wrote this
+page; a test compares the two. Each call was made with each kind of credentials: as a token over plaintext, and as a
+certificate over mutual TLS. `yes` means that the call was performed. An empty cell means that it was refused, and the
+error gives the reason. The first columns are invalid credentials of a role that may make the call. The next ones are
+the roles. *secret* is a caller with the job's secret. [security.md](security.md) says how to get credentials.
 
 Over mutual TLS a connection needs a certificate of the job, also to ask for the health of a service. The HTTP endpoint
-asks browsers for no certificate; a certificate that does not hold ends the connection.
+asks browsers for no certificate. An invalid certificate ends the connection.
 
-Joining is finer than this table: `Session` lets only a worker in as a worker, only a shard server as a shard server,
-and with the rank that the credentials name, if they name one. A shard server drains only itself. Who is refused what
-would change the job is in the coordinator's [audit log](security.md), if we know who it is.
+Joining has finer rules than this table. `Session` lets only a worker in as a worker, and only a shard server as a shard
+server. If the credentials name a rank, the member must have that rank. A shard server drains only itself. The
+coordinator's [audit log](security.md) has every refused attempt to change the job, if the caller is known.
 
 """
 

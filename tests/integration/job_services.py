@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from unittest import mock
 
-from axon_ps.coordinator.client import session
+from axon_ps.coordinator.client import heartbeat
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.rpc.background_loop import BackgroundLoop
@@ -42,7 +42,7 @@ class JobServices:
         self.addresses: list[str] = []
 
     def __enter__(self) -> JobServices:
-        self._patch = mock.patch.object(session, "MEASURE_S", LEASE_S)
+        self._patch = mock.patch.object(heartbeat, "MEASURE_S", LEASE_S)
         self._patch.start()
         self._loop = BackgroundLoop(name="job services")
         self._stop = self._loop.run(self._make_stop())

@@ -70,7 +70,7 @@ class FakeReports:
         self.ready_by: set[tuple[int, int, int]] = set()  # (generation, step, placement)
         self.copied_slices: list[Copied] = []
         self.initialized_at: list[tuple[int, int]] = []
-        self.out_of_memory: list[AxonError] = []
+        self.memory_errors: list[AxonError] = []
         self.snapshots: asyncio.Queue[tuple[int, tuple[SnapshotFile, ...], AxonError | None]] = asyncio.Queue()
         self.restores: asyncio.Queue[AxonError | int] = asyncio.Queue()
 
@@ -90,7 +90,7 @@ class FakeReports:
         self.snapshots.put_nowait((id, files, error))
 
     def out_of_memory(self, model: int, placement: int, error: AxonError) -> None:
-        self.out_of_memory.append(error)
+        self.memory_errors.append(error)
 
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         self.restores.put_nowait(error)
@@ -198,7 +198,8 @@ async def job(
 ) -> AsyncIterator[Job]:
     """A running job, configured, with no values yet."""
     made = Job(spec, workers)
-    placement = placements.place(spec.plan(servers), [placements.Server(rank) for rank in range(servers)], replication)
+    present = [placements.Server(rank) for rank in range(servers)]
+    placement = placements.new_placement(spec.plan(servers), present, replication)
     try:
         for rank in range(servers):
             shell = ShardShell("j", threads=2, queue=QueueLimit(queue_bytes))

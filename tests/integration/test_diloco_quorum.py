@@ -50,9 +50,9 @@ def simulate() -> Values:
     return values_of(shared)
 
 
-def wait_until_due(world: axon_ps.World, diloco: parallel.DiLoCo) -> None:
+def wait_until_requested(world: axon_ps.World, diloco: parallel.DiLoCo) -> None:
     """Another's outer step waits for this worker."""
-    world.models.client(0).view.job.wait_until(lambda: diloco._is_due() or None, 30.0, lambda: "nobody waits")
+    world.models.client(0).view.job.wait_until(lambda: diloco._vote_requested() or None, 30.0, lambda: "nobody waits")
 
 
 def train() -> dict[str, Any]:
@@ -74,7 +74,7 @@ def train() -> dict[str, Any]:
             count = steps_of(world.rank, round_)
             for i in range(count):
                 if i + 1 == count < INNER:
-                    wait_until_due(world, diloco)
+                    wait_until_requested(world, diloco)
                 model(batch(round_ * INNER + i, world.rank)).backward()
                 result = diloco.step()
                 inner.zero_grad()
@@ -112,7 +112,7 @@ def train_streamed() -> dict[str, Any]:
             if not world.rank and diloco.statistics()["outer_steps_due"] == ROUNDS:
                 break  # others that were far ahead had it come after one step
             if not world.rank and step % 2:
-                wait_until_due(world, diloco)
+                wait_until_requested(world, diloco)
             model(batch(step, world.rank)).backward()
             diloco.step()
             inner.zero_grad()
@@ -144,7 +144,7 @@ def train_with_little_memory() -> dict[str, Any]:
         result = None
         for i in range(INNER):
             if world.rank == 0 and i + 1 == DONE:
-                wait_until_due(world, diloco)
+                wait_until_requested(world, diloco)
             model(batch(i, world.rank)).backward()
             result = diloco.step()
             inner.zero_grad()

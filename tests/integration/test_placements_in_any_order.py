@@ -30,7 +30,7 @@ class Coordinator:
 
     def __init__(self, made: Job, rng: random.Random) -> None:
         self.made, self.rng = made, rng
-        self.placement = placements.place(SPEC.plan(SERVERS), [placements.Server(r) for r in range(SERVERS)], 2)
+        self.placement = placements.new_placement(SPEC.plan(SERVERS), [placements.Server(r) for r in range(SERVERS)], 2)
         self.known = [0] * WORKERS
         """The version that each worker knows to be committed."""
         self._copying_since: dict[tuple[int, int], int] = {}  # by slice and server: number of the placement
@@ -76,9 +76,9 @@ class Coordinator:
             elif what < 0.4 and len(h.complete) > 1:
                 placement = placement.changed({index: h.without(self.rng.choice(h.servers[1:]))})
         if placement is not before:
-            self.place(placement)
+            self.set_placement(placement)
 
-    def place(self, placement: placements.Placement) -> None:
+    def set_placement(self, placement: placements.Placement) -> None:
         number, before = self.placement.number + 1, self.placement.holders
         self.placement = placements.Placement(placement.holders, placement.num_cuts, number, placement.replication)
         for index, h in enumerate(placement.holders):
@@ -97,7 +97,7 @@ class Coordinator:
                     and self._copying_since[i, reports.rank] <= copied.placement
                 ]
                 if wanted:
-                    self.place(self.placement.copied(wanted, reports.rank, range(99)))
+                    self.set_placement(self.placement.copied(wanted, reports.rank, range(99)))
 
     @property
     def ready(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from axon_ps.errors import GenerationChanged, Misuse
 from axon_ps.sharding.policy import Asynchronous
-from axon_ps.types import Array, Decision, Membership, Outcome, Turn
+from axon_ps.types import Array, Decision, Membership, Outcome, ReplicaClock
 from axon_ps.wire.events import SnapshotOrder
 from axon_ps.wire.v1 import common_pb2
 from shard_fakes import TIMEOUT_S, Job, job, spec_of
@@ -22,8 +22,8 @@ FIRST, *GRADS = [[RNG.standard_normal(n).astype(np.float32) for n in (3000, 200)
 
 
 def decided(j: Job, replica: int, clock: int, version: int, outcome: Outcome = Outcome.COMMIT) -> Decision:
-    turn = Turn(replica=replica, clock=clock, slowest_clock=0)
-    return Decision(step=j.step, generation=j.generation, outcome=outcome, version=version, turn=turn)
+    replica_clock = ReplicaClock(replica=replica, clock=clock, slowest_clock=0)
+    return Decision(step=j.step, generation=j.generation, outcome=outcome, version=version, replica_clock=replica_clock)
 
 
 async def push_all(j: Job, rank: int, clock: int) -> None:

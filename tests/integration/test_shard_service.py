@@ -39,7 +39,7 @@ from axon_ps.shard.client.line import Rate
 from axon_ps.shard.same_host import leases
 from axon_ps.shard.server import servicer
 from axon_ps.shard.server import shell as server_shell
-from axon_ps.sharding.placement import Server, place
+from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
 from axon_ps.types import Array, DType, Outcome
@@ -1002,7 +1002,7 @@ def test_a_client_that_knows_no_members_times_out() -> None:
         with pytest.raises(Timeout, match="layout did not become known"):
             await group.gather(0, np.zeros(1, np.float32), **call)
         group.set_spec(SPEC)
-        group.set_placement(place(SPEC.plan(1), [Server(0)], 1))
+        group.set_placement(new_placement(SPEC.plan(1), [Server(0)], 1))
         with pytest.raises(Timeout, match="shard server 0 was not there"):
             await group.gather(0, np.zeros(SPEC.layout.units[0].numel, np.float32), **call)
         await group.close()

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.client import addresses as addresses_module
-from axon_ps.coordinator.client import session as session_module
-from axon_ps.coordinator.client import succession
-from axon_ps.coordinator.client.addresses import Addresses, Place
+from axon_ps.coordinator.client import heartbeat, succession
+from axon_ps.coordinator.client.addresses import Addresses, Endpoint
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.coordinator.client.session import OperatorClient, SessionLost, SessionRestored
 from axon_ps.coordinator.config import CoordinatorConfig
@@ -274,7 +273,7 @@ def test_members_that_go_silent_together_are_not_declared_lost_but_left_to_the_s
         worker, shard = await p.job(p.address(0, 1))
         await until(lambda: p.stores[1].address != "")
         generation = worker.context().generation
-        monkeypatch.setattr(session_module, "MEASURE_S", 1000.0)
+        monkeypatch.setattr(heartbeat, "MEASURE_S", 1000.0)
         for member in (worker, shard):
             member.lease_s = 3000.0  # sends no heartbeats
         assert p.election.leader is p.stores[0]
@@ -348,10 +347,10 @@ def test_one_coordinator_by_two_names_is_not_taken_for_its_successor() -> None:
 def test_addresses_are_tried_in_turn_and_looked_up_after_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.3"], ["10.0.0.9"]]
 
-    async def resolve(address: str) -> list[Place]:
+    async def resolve(address: str) -> list[Endpoint]:
         if address != "many:7":
-            return [Place(address)]
-        return [Place(f"{number}:7", "many") for number in found.pop(0)]
+            return [Endpoint(address)]
+        return [Endpoint(f"{number}:7", "many") for number in found.pop(0)]
 
     async def main() -> None:
         monkeypatch.setattr(addresses_module, "_look_up", resolve)

@@ -166,7 +166,7 @@ PLANTS: Final = (
     Plant(
         "a gradient that comes twice is summed twice",
         "shard/core/gradients.py",
-        "        if summed > turn or (index, turn) in accumulator.queued:\n",
+        "        if summed > order or (index, order) in accumulator.queued:\n",
         "        if False:\n",
     ),
     Plant(

@@ -404,7 +404,7 @@ class CollectiveClient:
         on_received: Callable[[int], None] | None = None,
     ) -> None:
         def memory(header: CollectiveChunk, nbytes: int) -> memoryview | None:
-            """The destination in `target`, if the payload fits and need not be checked first."""
+            """Return the destination in `target`, if the payload fits and need not be checked first."""
             if target is None or header.source >= len(starts) or dtype is DType.BOOL:
                 return None
             begin = (starts[header.source] + header.offset) * target.itemsize

@@ -57,7 +57,7 @@ class OperationStream:
         self._ending = asyncio.ensure_future(self._await_end())
 
     async def is_free(self) -> bool:
-        """True if another operation may begin."""
+        """Return True if another operation may begin."""
         if self._ending is not None:
             await self._ending
             self._ending = None
@@ -68,9 +68,9 @@ class OperationStream:
         self._stream.cancel()
 
     @property
-    def place(self) -> str:
+    def target(self) -> str:
         """The RPC and the address, for errors."""
-        return self._stream.place
+        return self._stream.target
 
     async def _await_end(self) -> None:
         try:

@@ -60,7 +60,7 @@ class Peers:
         self._probes = Probes(report, self._waits, partial(self._echo, context), me, everybody=everybody)
 
     def waiting(self) -> Wait:
-        """The context of a call that will wait for servers."""
+        """Return the context of a call that will wait for servers."""
         return self._waits.begin()
 
     def set_members(self, membership: Membership) -> None:
@@ -80,7 +80,7 @@ class Peers:
         self.wake()
 
     async def ranks(self, deadline: Deadline) -> tuple[int, ...]:
-        """The ranks of the job's shard servers, ascending; waits until the membership is complete.
+        """Return the ranks of the job's shard servers, ascending; waits until the membership is complete.
 
         Raises:
             Timeout: it was not complete at the deadline.
@@ -99,11 +99,11 @@ class Peers:
         return self._closed
 
     def has(self, server: int) -> bool:
-        """True if a shard server is a member."""
+        """Return True if a shard server is a member."""
         return server in self._members
 
     async def stub(self, server: int, connection: int, deadline: Deadline) -> Stub:
-        """The client of a shard server, once the server is a member.
+        """Return the client of a shard server, once the server is a member.
 
         Raises:
             Timeout: it did not become a member in time.
@@ -125,7 +125,7 @@ class Peers:
         return self._stubs[key][2]
 
     def rtt_s(self, server: int) -> float:
-        """The shortest round trip to a shard server measured so far, in seconds; 0 before the first."""
+        """Return the shortest round trip to a shard server measured so far, in seconds; 0 before the first."""
         bulks = (stub.bulk for (rank, _), (_, _, stub) in list(self._stubs.items()) if rank == server)
         return min((bulk.rtt_s for bulk in bulks if bulk is not None and bulk.rtt_s), default=0.0)
 
@@ -173,7 +173,7 @@ class Peers:
             await stream.write(shard_pb2.EchoMessage(context=context(), payload=bytes(ECHO_BYTES)))
             reply = await stream.read()
         if reply is EOF or len(reply.payload) != ECHO_BYTES:
-            raise Broken(f"{stream.place} sent something else back than it got")
+            raise Broken(f"{stream.target} sent something else back than it got")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -29,10 +29,10 @@ AGAIN: Final = 1 / 3
 """The fraction of a lease after which a server is asked again, or reported if it has not answered."""
 
 LEAST_S: Final = 1.0
-"""Least seconds for an answer, however short leases are: it takes several turns of two event loops."""
+"""Least seconds for an answer, however short leases are: it takes several iterations of two event loops."""
 
-TURNS: Final = 4
-"""The wait is cut into this many parts, so that a process that was stopped reads arrived data before it reports."""
+INTERVALS: Final = 4
+"""The wait is cut into this many intervals, so that a process that was stopped reads arrived data before it reports."""
 
 
 class Waits:
@@ -42,11 +42,11 @@ class Waits:
         self._since: defaultdict[int, dict[Wait, float]] = defaultdict(dict)
 
     def begin(self) -> Wait:
-        """The context of a call, which does not wait for a server yet."""
+        """Return the context of a call, which does not wait for a server yet."""
         return Wait(self._since)
 
     def longest_s(self, rank: int) -> float:
-        """Seconds of the longest present wait for a server; 0 = there is none."""
+        """Return the seconds of the longest present wait for a server; 0 = there is none."""
         since = self._since.get(rank)
         return time.monotonic() - next(iter(since.values())) if since else 0.0
 
@@ -153,8 +153,8 @@ class Probes:
         asked = asyncio.ensure_future(self._until_answered(rank))
         try:
             patience_s = max(AGAIN * self._report.lease_s(), LEAST_S)
-            for _ in range(TURNS):
-                await asyncio.wait([asked], timeout=patience_s / TURNS)
+            for _ in range(INTERVALS):
+                await asyncio.wait([asked], timeout=patience_s / INTERVALS)
             if not asked.done():
                 self._report.found(incarnation, self, reached=False)
             await asked
@@ -172,6 +172,6 @@ class Probes:
                 async with asyncio.timeout(lease_s):
                     return await self._echo(rank)
             except (Broken, Closed, TimeoutError):
-                await asyncio.sleep(PATIENCE * lease_s / TURNS)
+                await asyncio.sleep(PATIENCE * lease_s / INTERVALS)
             except AxonError:
                 return  # it refuses, so it has answered

@@ -52,7 +52,7 @@ class SendWindow:
         self._received = [0] * len(plans)
 
     def may_send(self, stripe: int, nbytes: int) -> bool:
-        """True if the next `nbytes` of a stripe may be sent; never False if nothing is in flight."""
+        """Return True if the next `nbytes` of a stripe may be sent; never False if nothing is in flight."""
         slowest = min(self._progress(other) for other in range(len(self._received)))
         lead_bytes = self._sent[stripe] - slowest * self._uploads[stripe]
         return lead_bytes <= 0 or lead_bytes + nbytes <= self._limit_bytes
@@ -66,5 +66,5 @@ class SendWindow:
         self._received[stripe] += nbytes
 
     def _progress(self, stripe: int) -> float:
-        """The fraction of a stripe that has arrived."""
+        """Return the fraction of a stripe that has arrived."""
         return self._received[stripe] / self._downloads[stripe] if self._downloads[stripe] else 1.0

@@ -58,14 +58,14 @@ class Reduction:
         self._wake = wake
         self._partial_sums: dict[int, Array] = {}  # by index of the segment
         for participant in participants:
-            participant.on_message, participant.on_room = self._on_message, self._on_room
+            participant.on_message, participant.on_capacity = self._on_message, self._on_capacity
         for participant in participants:
             self._advance(participant.rank)
 
     def _on_message(self, participant: Participant) -> None:
         self._advance(participant.rank)
 
-    def _on_room(self, _: Participant) -> None:
+    def _on_capacity(self, _: Participant) -> None:
         self._advance(len(self._participants) - 1)
 
     def _advance(self, rank: int) -> None:
@@ -135,7 +135,7 @@ class Forwarding:
         self._wake = wake
         self._blocked: dict[int, None] = {}  # ranks whose message waits for a full queue, in order
         for participant in participants:
-            participant.on_message, participant.on_room = self._forward, self._on_room
+            participant.on_message, participant.on_capacity = self._forward, self._on_capacity
         for participant in participants:
             self._forward(participant)
 
@@ -154,7 +154,7 @@ class Forwarding:
             recipient.enqueue(message, numel)
             self._wake(recipient)
 
-    def _on_room(self, _: Participant) -> None:
+    def _on_capacity(self, _: Participant) -> None:
         for rank in list(self._blocked):
             self._forward(self._participants[rank])
 
@@ -175,7 +175,7 @@ class PointToPoint:
         self._sender = sender
         self._receiver = receiver
         self._wake = wake
-        sender.on_message = receiver.on_room = self._forward
+        sender.on_message = receiver.on_capacity = self._forward
         self._forward(sender)
 
     def _forward(self, _: Participant) -> None:

@@ -172,7 +172,7 @@ class CollectiveEngine:
     def dequeue(self, participant: Participant) -> bytes:
         """Remove the next message to send to a rank from its queue."""
         message = participant.dequeue()
-        participant.on_room(participant)
+        participant.on_capacity(participant)
         return message
 
     def leave(self, participant: Participant, now_s: float) -> None:
@@ -193,19 +193,19 @@ class CollectiveEngine:
     # ------------------------------------------------------------------ results
 
     def next_s(self) -> float:
-        """The time at which `tick` is needed; infinity = never."""
+        """Return the time at which `tick` is needed; infinity = never."""
         moments_s = [m.next_s() for group in self._groups.values() for m in group.operations.values()]
         moments_s += [moment_s for group in self._groups.values() for moment_s in group.mailbox.next_s()]
         return min(moments_s, default=math.inf)
 
     def woken(self) -> list[Participant]:
-        """The participants that changed since the last call."""
+        """Return the participants that changed since the last call."""
         woken = list(self._woken)
         self._woken.clear()
         return woken
 
     def statistics(self) -> dict[str, float]:
-        """Counts of operations, memory in use, groups with operations under way, and streams in operations."""
+        """Return counts of operations, memory in use, groups with operations under way, and streams in operations."""
         counters = {f"collective_{name}": float(value) for name, value in self._counters.items()}
         purposes = ("pending", "sums", "queued", "mailbox")
         memory = {f"collective_{name}_bytes": float(self.memory.bytes[name]) for name in purposes}
@@ -278,7 +278,7 @@ class CollectiveEngine:
             del self._groups[group.name]
 
     def _may_be_received(self, request: OperationRequest, lost: Sequence[int]) -> bool:
-        """True if the request is about a message in a group whose missing members have all finished."""
+        """Return True if the request is about a message in a group whose missing members have all finished."""
         envelope = request.what
         receives = isinstance(envelope, Envelope) and (envelope.receive or envelope.peer not in lost)
         return receives and self._have_finished(request.members, lost)

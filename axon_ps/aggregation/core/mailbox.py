@@ -157,13 +157,13 @@ class Mailbox:
                 self._end(participant, Timeout(f"a message of {envelope} {verb} {who}{begun} before the deadline"))
 
     def next_s(self) -> list[float]:
-        """The times at which `tick` is needed."""
+        """Return the times at which `tick` is needed."""
         return [
             min(p.deadline_s, self._suspects[p][0]) if p in self._suspects else p.deadline_s for p in self._awaited()
         ]
 
     def _awaited(self) -> list[Participant]:
-        """The participants whose time can run out."""
+        """Return the participants whose time can run out."""
         return [p for p in self._participants if not (p.error is not None or p.left or p.done)]
 
     def finish(self, positions: Collection[int], error: AxonError) -> None:

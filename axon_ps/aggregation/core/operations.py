@@ -5,8 +5,8 @@ data; that is `aggregation.core.dataflow`.
 
 Note: [Stripe 0 decides]
     Every rank joins stripe 0 of every collective, on a server chosen independently of anything they could disagree
-    about. Stripe 0 detects ranks that have not joined, that ask for something else, or that broke off before all
-    agreed. Ranks that disagree may never all meet at another stripe. So another stripe sends no error before all ranks
+    about. Stripe 0 detects ranks that have not joined, ask for another operation, or broke off before all agreed. Ranks
+    that disagree may never all meet at another stripe. So another stripe sends no error before all ranks
     have joined and agree: a rank that waits there gets the error from stripe 0. A rank gives the same call to all of
     its stripes. So any stripe that sees all ranks agree may begin, on any server.
 
@@ -148,7 +148,7 @@ class PendingOperation:
                 return
 
     def next_s(self) -> float:
-        """The time at which `tick` is needed."""
+        """Return the time at which `tick` is needed."""
         if self._error is not None:
             return self._expires_s
         return min([*self._suspects.values(), *(p.deadline_s for p in self._awaited())], default=math.inf)
@@ -223,7 +223,7 @@ class PendingOperation:
         return None
 
     def _decides(self, rank: int) -> bool:
-        """True if this is stripe 0 according to `rank`. See Note: [Stripe 0 decides]."""
+        """Return True if this is stripe 0 according to `rank`. See Note: [Stripe 0 decides]."""
         return self._plans[rank].stripe == 0
 
     # ------------------------------------------------------------------ descriptions
@@ -246,5 +246,5 @@ class PendingOperation:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """ "rank 2", "ranks 2, 3"."""
+    """Return "rank 2", or "ranks 2, 3"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

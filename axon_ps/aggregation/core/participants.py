@@ -72,7 +72,7 @@ class Participant:
         error: the error that ended the operation.
         left: whether the stream has left the operation.
         on_message: called when a segment has arrived.
-        on_room: called when `outgoing` got shorter.
+        on_capacity: called when `outgoing` got shorter.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Participant:
         self.error: AxonError | None = None
         self.left = False
         self.on_message: Callable[[Participant], None] = _nothing
-        self.on_room: Callable[[Participant], None] = _nothing
+        self.on_capacity: Callable[[Participant], None] = _nothing
         self._dtype = dtype
         self._remaining_numel = remaining_numel
         self._memory = memory
@@ -167,7 +167,7 @@ class Participant:
             self.dequeue()
         if self.pending is not None:
             self._take()
-        self.on_message = self.on_room = _nothing
+        self.on_message = self.on_capacity = _nothing
 
     def _take(self) -> PendingMessage:
         pending, self.pending = self.pending, None

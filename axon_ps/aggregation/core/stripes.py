@@ -75,7 +75,7 @@ REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_S
 
 @dataclass(frozen=True, slots=True)
 class StripeSegment:
-    """Elements [begin, end) of a partition, which is named by the rank that it comes from or goes to."""
+    """Elements [begin, end) of a partition. The rank that it comes from or goes to names the partition."""
 
     partition: int
     begin: int
@@ -107,7 +107,7 @@ class StripePlan:
     output_counts: tuple[int, ...] = ()
 
     def uploads(self) -> Sequence[StripeSegment]:
-        """The segments that the rank sends, in order."""
+        """Return the segments that the rank sends, in order."""
         return _segments(tuple(self._ranges()), self.call.dtype.itemsize, self.segment_bytes())
 
     def segment_bytes(self) -> int:
@@ -120,11 +120,11 @@ class StripePlan:
         return min(largest, max(nbytes, SEGMENT_BYTES // 2))
 
     def upload_numel(self) -> int:
-        """Elements that the rank sends."""
+        """Return the elements that the rank sends."""
         return sum(end - begin for _, begin, end in self._ranges())
 
     def download_numel(self) -> int:
-        """Elements that the rank receives: never its own data, except reduced."""
+        """Return the elements that the rank receives: never its own data, except reduced."""
         call, rank = self.call, self.rank
         match call.operation:
             case Operation.ALL_REDUCE:
@@ -146,7 +146,7 @@ class StripePlan:
         return 0
 
     def recipients(self, segment: StripeSegment) -> Sequence[int]:
-        """The ranks that get a segment that this rank uploads, or the result of combining it."""
+        """Return the ranks that get a segment of this rank, or the result of combining it."""
         call = self.call
         match call.operation:
             case Operation.ALL_REDUCE:
@@ -183,7 +183,7 @@ class StripePlan:
                     yield (partition, *self._range(self.input_counts[partition]))
 
     def _range(self, count: int, partition: int = 0) -> tuple[int, int]:
-        """The elements of this stripe among the `count` of a partition."""
+        """Return the elements of this stripe among the `count` of a partition."""
         if self.owners:
             return 0, count if self.owners[partition] == self.stripe else 0
         return count * self.stripe // self.stripes, count * (self.stripe + 1) // self.stripes
@@ -194,7 +194,7 @@ class StripePlan:
 
 
 def stripes_of(call: Call, num_servers: int) -> int:
-    """The number of servers, of `num_servers`, that a collective is spread over."""
+    """Return the number of servers, of `num_servers`, that a collective is spread over."""
     if call.operation is Operation.ALL_TO_ALL:
         return num_servers
     total_bytes = sum(call.counts) * call.dtype.itemsize
@@ -202,7 +202,7 @@ def stripes_of(call: Call, num_servers: int) -> int:
 
 
 def owners_of(call: Call, home: int, stripes: int, nodes: Sequence[str], servers: Sequence[str]) -> tuple[int, ...]:
-    """The stripe for each partition of an all-gather: one whose server is on the host of the partition's rank.
+    """Return the stripe for each partition of an all-gather: one whose server is on the host of the partition's rank.
 
     Args:
         call: the collective.
@@ -232,12 +232,12 @@ def owners_of(call: Call, home: int, stripes: int, nodes: Sequence[str], servers
 
 
 def home_of(group: str, number: int, num_servers: int) -> int:
-    """The server that performs stripe 0 of call `number` of a group, or has the mailbox of its rank `number`."""
+    """Return the server that performs stripe 0 of call `number` of a group, or has the mailbox of its rank `number`."""
     return (zlib.crc32(group.encode()) + number) % num_servers
 
 
 def segments_of(numel: int, itemsize: int) -> Sequence[StripeSegment]:
-    """The segments of an array that is sent between two ranks."""
+    """Return the segments of an array that is sent between two ranks."""
     return _segments(((0, 0, numel),), itemsize, LARGE_SEGMENT_BYTES)
 
 

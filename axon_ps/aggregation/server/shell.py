@@ -101,7 +101,7 @@ class CollectiveShell:
     # ------------------------------------------------------------------ inside
 
     async def _fence(self, begin: CollectiveBegin) -> None:
-        """Wait until the caller's generation is known, and check that it is a worker and the member that it names.
+        """Wait until the caller's generation is known, and check that it is a worker and the named member.
 
         A caller may know an older membership than this server, since a group does not depend on other workers.
         """
@@ -211,7 +211,7 @@ class CollectiveStream:
             await self._change()
 
     async def next(self) -> bytes | None:
-        """The next message for the rank; None once it has all.
+        """Return the next message for the rank; None once it has all.
 
         Raises:
             AxonError: the operation ended with it.

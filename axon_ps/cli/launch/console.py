@@ -69,7 +69,7 @@ class Console:
         self.last_writer = source
 
     def progress(self, source: ProcessOutput, text: str) -> None:
-        """Show the line that a process is rewriting; nothing where there is no terminal."""
+        """Show the line that a process is rewriting; nothing if there is no terminal."""
         if self._colour:
             self._progress = f"{self._prefix(source, colour=True)} {text}"
             self._put(f"\r\x1b[2K{self._progress}", self._err)

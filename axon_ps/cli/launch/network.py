@@ -39,10 +39,10 @@ async def wait_until_listening(address: str, timeout_s: float, notify: Callable[
 
 
 async def _connect_until(address: str, timeout_s: float) -> None:
-    deadline, places = Deadline(timeout_s), itertools.cycle(address.split(","))
+    deadline, addresses = Deadline(timeout_s), itertools.cycle(address.split(","))
 
     async def connect() -> None:
-        host, _, port = next(places).strip().rpartition(":")
+        host, _, port = next(addresses).strip().rpartition(":")
         connecting = asyncio.open_connection(host.strip("[]"), int(port))
         _, writer = await asyncio.wait_for(connecting, min(_ATTEMPT_S, deadline.remaining() + 0.1))
         writer.close()

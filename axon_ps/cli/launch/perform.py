@@ -4,7 +4,7 @@ It ends in one of three ways:
 - every worker exits with 0: the services are asked to drain; the exit code is 0.
 - a worker fails without a restart left (see `workers`), or a service fails: everything else is ended; its exit code is
   that of the command. Its traceback, and below it a line that names it and its error, are the last on the screen. A
-  service that fails is started again where the job can go on with it; see `_Launcher._watch_service`.
+  service that fails is started again if the job can go on with it; see `_Launcher._watch_service`.
 - Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; the exit code is 130 or
   143. A second signal kills all.
 """

@@ -1,6 +1,6 @@
 """The child processes of `axon-ps run`: their output goes to the console, and their end can be awaited.
 
-Owns: reading what a child writes. Starting it, signals and reaping are those of `host.children`.
+Owns: reading a child's output. Starting it, signals and reaping are those of `host.children`.
 
 Invariant: a process is reaped, and the processes that it left behind are killed, before the launcher returns.
 """

@@ -13,7 +13,7 @@ STEADY_S: Final = 60.0
 
 
 class Restarts:
-    """The restarts of one place: of a worker's rank, or of a service.
+    """The restarts of a worker's rank, or of a service.
 
     Args:
         limit: how many there may be.

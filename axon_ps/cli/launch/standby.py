@@ -3,9 +3,9 @@
     python -m axon_ps.cli.launch.standby SCRIPT [ARGUMENTS...]        or: -m MODULE [ARGUMENTS...]
 
 Most of the time between a worker's death and its successor's first step is Python importing torch. A standby has done
-that already. The launcher writes the environment variables of the place it takes to its standard input (one line of
-JSON). Then it becomes the worker: the script runs as `__main__`, with its own arguments, as if Python had been started
-with it.
+that already. The launcher writes the environment variables of the worker that it replaces to its standard input (one
+line of JSON). Then it becomes the worker: the script runs as `__main__`, with its own arguments, as if Python had been
+started with it.
 
 It imports axon_ps and the modules that the script imports at its top, if they are installed or Python's own: the user's
 own modules may read the environment when they are imported, and ranks are not known yet.
@@ -28,7 +28,7 @@ from types import ModuleType, TracebackType
 
 
 def main(program: Sequence[str]) -> None:
-    """Import, wait for a place, and run the program in it."""
+    """Import, wait for a worker to replace, and run the program as that worker."""
     _prepare(program[0])
     line = sys.stdin.buffer.readline()
     if not line:
@@ -87,7 +87,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _run_script(path: str) -> None:
-    """Run a script as `__main__`, which it stays to the end of the process: for pickles, children and `atexit`."""
+    """Run a script as `__main__`. It stays that to the end of the process, for pickles, children and `atexit`."""
     module = ModuleType("__main__")
     module.__file__ = path
     sys.modules["__main__"] = module

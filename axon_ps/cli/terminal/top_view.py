@@ -49,8 +49,8 @@ def rendered(
     if state.status is None:
         return Text(note or "waiting for the coordinator's first message", "yellow")
     members = state.members(sort)
-    room = max(1, height - _HEAD - _TABLE_HEAD - (_FOOT if keys else 0) - _FEWEST_EVENTS)
-    fitting = members if len(members) <= room else members[: room - 1]
+    max_rows = max(1, height - _HEAD - _TABLE_HEAD - (_FOOT if keys else 0) - _FEWEST_EVENTS)
+    fitting = members if len(members) <= max_rows else members[: max_rows - 1]
     lines: list[RenderableType] = [*_head(state, state.status, address, width, note), _table(state, fitting)]
     if len(fitting) < len(members):
         lines.append(Text(f"  and {len(members) - len(fitting)} more", "dim"))
@@ -135,8 +135,8 @@ def _size(count: float) -> str:
     return size(count) if count else ""
 
 
-def _events(state: WatchedJob, room: int) -> list[Text]:
-    events = list(state.events)[-room:] if room else []
+def _events(state: WatchedJob, rows: int) -> list[Text]:
+    events = list(state.events)[-rows:] if rows else []
     lines = [
         Text.assemble((f"{duration(max(0.0, state.at_s - e.at_s)):>7} ago  ", "dim"), (e.text, _STYLES.get(e.kind, "")))
         for e in events

@@ -62,7 +62,7 @@ def _write(reply: trace_pb2.TraceReply, output: Path | None) -> None:
     from axon_ps.observe.tracing.chrome import chrome_trace, of_steps
 
     members = of_steps(map(report_from_proto, reply.reports), reply.first, reply.last)
-    members.sort(key=_place)
+    members.sort(key=_order)
     output = output or Path(f"step-{reply.first}.json")
     notes = {
         "first_step": reply.first,
@@ -86,7 +86,7 @@ def _write(reply: trace_pb2.TraceReply, output: Path | None) -> None:
     print(f"{of}: {sum(len(one.spans) for one in members)} spans in {output}; open it at https://ui.perfetto.dev")
 
 
-def _place(member: MemberSpans) -> tuple[int, int]:
+def _order(member: MemberSpans) -> tuple[int, int]:
     """Return the order of a member: coordinator, workers, shard servers, by rank."""
     role, _, rank = member.member.rpartition(" ")
     return ("coordinator", "worker", "shard server").index(role or member.member), int(rank) if role else 0

@@ -61,10 +61,10 @@ class WatchedJob:
         for curve in event.curves:
             self._curves.setdefault(curve.name, deque(maxlen=POINTS)).extend(curve.value)
         for load in event.members:
-            before = self.loads.get(place := (_ROLES[load.role], load.rank))
+            before = self.loads.get(key := (_ROLES[load.role], load.rank))
             if before is not None and not load.metrics:
                 load.metrics.update(before.metrics)
-            self.loads[place] = load
+            self.loads[key] = load
 
     def _happened(self, event: watch_pb2.EventRecord) -> None:
         """Append an event; an event that has happened again has its old number, and moves to the end."""

@@ -1,4 +1,4 @@
-"""`GlooBackend`: PyTorch's gloo behind our `Backend`: for comparison, and for TCP without servers.
+"""`GlooBackend`: PyTorch's gloo behind our `Backend`, for comparison, and for TCP without servers.
 
 Owns: the features that gloo lacks. Before a collective all pairs of ranks exchange headers, so a disagreement is found
 before data moves and a time-out can name the missing ranks. Averages, NaN in minima and maxima, bool, bf16, uneven
@@ -9,8 +9,8 @@ Invariants:
   as bytes, are exchanged, and each rank reduces its partition.
 - A message is an envelope (dtype, size, payload tag) under the user's tag, and the payload under a tag of its own; so a
   message that does not fit can be received and dropped, and concurrent receives of one tag cannot mix up payloads.
-- gloo cannot cancel. But a receive that times out closes the peer's connection, and that ends all calls that are
-  pending on it, at both ends. `abort` does just that, and a call that fails publishes the reason in the store.
+- gloo cannot cancel. But a receive that times out closes the peer's connection. That ends all pending calls on it, at
+  both ends. `abort` does just that, and a call that fails publishes the reason in the store.
 """
 
 from __future__ import annotations

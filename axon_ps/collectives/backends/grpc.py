@@ -204,19 +204,19 @@ def _copy_own(request: Request, rank: int, world_size: int) -> None:
         return
     match call.operation:
         case Operation.ALL_GATHER | Operation.GATHER:
-            _place(output, partition_starts(call.counts)[rank], data)
+            _copy_into(output, partition_starts(call.counts)[rank], data)
         case Operation.SCATTER:
             begin = partition_starts(call.counts)[rank]
-            _place(output, 0, data[begin : begin + output.size])
+            _copy_into(output, 0, data[begin : begin + output.size])
         case Operation.ALL_TO_ALL:
             begin = partition_starts(request.input_counts)[rank]
             partition = data[begin : begin + request.input_counts[rank]]
-            _place(output, partition_starts(request.output_counts)[rank], partition)
+            _copy_into(output, partition_starts(request.output_counts)[rank], partition)
         case Operation.REDUCE_SCATTER if world_size == 1:
-            _place(output, 0, data)
+            _copy_into(output, 0, data)
 
 
-def _place(output: Array, begin: int, data: Array) -> None:
+def _copy_into(output: Array, begin: int, data: Array) -> None:
     """Copy our own partition to its destination, unless it is there already."""
     target = output[begin : begin + data.size]
     if data.size and target.ctypes.data != data.ctypes.data:

@@ -89,7 +89,7 @@ class Attachments:
         return Header.of(self._loop.run(self._coordinator.kv_get(header_key(key), self._timeout_s), self._timeout_s))
 
     def read(self, key: str) -> bytes | None:
-        """Return the content of an attachment; None where there is none.
+        """Return the content of an attachment; None if there is none.
 
         Raises:
             InvalidRequest: it is damaged.

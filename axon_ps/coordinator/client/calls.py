@@ -43,7 +43,7 @@ class Calls(ABC):
     """Unary calls to a coordinator.
 
     Attributes:
-        retries: whether calls are retried where that is safe; otherwise they fail at once.
+        retries: whether calls are retried if that is safe; otherwise they fail at once.
     """
 
     retries = True

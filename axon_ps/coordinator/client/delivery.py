@@ -32,7 +32,7 @@ from axon_ps.coordinator.core.restart.knowledge import Knowledge, ModelKnowledge
 from axon_ps.coordinator.messages import step_message_to_proto
 from axon_ps.errors import InternalError, Misuse
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Decision, Membership, OptimizerSpec, Outcome, Turn
+from axon_ps.types import Decision, Membership, OptimizerSpec, Outcome, ReplicaClock
 from axon_ps.wire.events import (
     Event,
     JobState,
@@ -42,8 +42,8 @@ from axon_ps.wire.events import (
     RestoreOrder,
     ServerEvent,
     SnapshotOrder,
-    StepDue,
     Vote,
+    VoteRequest,
     Welcome,
 )
 from axon_ps.wire.v1 import session_pb2
@@ -56,7 +56,7 @@ class _ModelDelivery:
         state: the newest one; None before the first.
         initialized: our newest report that we hold its parameters.
         restore_report: our newest report that we could not restore it.
-        no_room: our newest report that we cannot hold it.
+        out_of_memory: our newest report that we cannot hold it.
         corrupted: by slice, our newest report that its values are lost.
         corrupted_sums: by slice, our newest report that a sum of the step under way is lost.
         messages: our newest vote or report, by replica; None = of all replicas together.
@@ -72,7 +72,7 @@ class _ModelDelivery:
         self.state: JobState | None = None
         self.initialized: session_pb2.SessionRequest | None = None
         self.restore_report: session_pb2.SessionRequest | None = None
-        self.no_room: session_pb2.SessionRequest | None = None
+        self.out_of_memory: session_pb2.SessionRequest | None = None
         self.corrupted: dict[int, session_pb2.SessionRequest] = {}
         self.corrupted_sums: dict[int, session_pb2.SessionRequest] = {}
         self.messages: dict[int | None, Vote | Ready] = {}
@@ -177,7 +177,7 @@ class Delivery:
             )
             if is_new:
                 self._decided(event)
-        elif isinstance(event, StepDue):
+        elif isinstance(event, VoteRequest):
             is_new = True
         elif isinstance(event, SnapshotOrder):
             is_new, self._snapshot_id = event.id > self._snapshot_id, max(event.id, self._snapshot_id)
@@ -228,12 +228,12 @@ class Delivery:
     def record_initialized(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that we hold the parameters of a model."""
         model = self._of(message.initialized.model)
-        model.initialized, model.no_room = message, None
+        model.initialized, model.out_of_memory = message, None
         model.corrupted.clear()
 
-    def record_no_room(self, message: session_pb2.SessionRequest) -> None:
+    def record_out_of_memory(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that we have no memory for our slices of a model."""
-        self._of(message.no_room.model).no_room = message
+        self._of(message.no_room.model).out_of_memory = message
 
     def record_corrupted(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that memory of a slice failed.
@@ -261,9 +261,9 @@ class Delivery:
     def to_resend(self) -> list[session_pb2.SessionRequest]:
         """Return the messages to send again on a new stream, after the membership has been received."""
         models = self._models.values()
-        reports = [
-            m for model in models for m in (model.initialized, model.restore_report, model.no_room) if m is not None
-        ]
+        reports = list[session_pb2.SessionRequest]()
+        for model in models:
+            reports += filter(None, (model.initialized, model.restore_report, model.out_of_memory))
         for model in models:
             reports += [*model.corrupted.values(), *model.corrupted_sums.values()]
         return [*reports, *(step_message_to_proto(message) for model in models for message in model.messages.values())]
@@ -296,15 +296,15 @@ class Delivery:
             del model.messages[replica]
             if not isinstance(message, Vote) or (replica is None and message.step <= model.step):
                 continue
-            turn = None if replica is None else Turn(replica=replica, clock=message.step, slowest_clock=0)
+            of = None if replica is None else ReplicaClock(replica=replica, clock=message.step, slowest_clock=0)
             abort = Decision(
-                step=message.step if turn is None else model.step,
+                step=message.step if of is None else model.step,
                 generation=message.generation,
                 outcome=Outcome.ABORT,
                 version=version,
                 reason=f"generation {message.generation} ended before the step was decided",
                 next_generation=membership.generation,
-                turn=turn,
+                replica_clock=of,
                 model=number,
             )
             # It counts as a step only if the membership's step is later: a vote while members were missing is of none.
@@ -317,14 +317,14 @@ class Delivery:
         model = self._of(decision.model)
         model.decided(decision)
         model.corrupted_sums.clear()
-        turn = decision.turn
+        of = decision.replica_clock
         for replica, message in list(model.messages.items()):
             if replica is None:
                 settled = message.step <= decision.step
-            elif turn is None:
+            elif of is None:
                 settled = message.generation <= decision.generation
             else:
-                same = (message.generation, replica) == (decision.generation, turn.replica)
-                settled = same and message.step <= turn.clock
+                same = (message.generation, replica) == (decision.generation, of.replica)
+                settled = same and message.step <= of.clock
             if settled:
                 del model.messages[replica]

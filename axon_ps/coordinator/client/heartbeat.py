@@ -16,6 +16,9 @@ from axon_ps.wire.v1 import membership_pb2, session_pb2
 LATE_S: Final = 1.0
 """A loop that wakes this much too late logs a warning: after a lease without a heartbeat the member is lost."""
 
+MEASURE_S: Final = 1.0
+"""Most seconds between two heartbeats with measurements, also while other messages are sent."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -42,6 +45,11 @@ def heartbeat(
         connectivity=None if connectivity is None else connectivity_to_proto(connectivity),
     )
     return session_pb2.SessionRequest(heartbeat=beat)
+
+
+def interval_s(lease_s: float) -> float:
+    """Return the time between two heartbeats of a member whose lease is `lease_s` long: a third of it, or less."""
+    return min(lease_s / 3, MEASURE_S)
 
 
 class Punctuality:
@@ -81,7 +89,7 @@ def lateness(late_s: float, waited_s: float) -> str:
 
 
 def _not_scheduled_s() -> float:
-    """Return the seconds for which this thread was ready to run, and did not; 0 where the system does not report it."""
+    """Return the seconds for which this thread was ready to run, and did not; 0 if the system does not report it."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

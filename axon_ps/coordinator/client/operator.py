@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any, Final
 
-from axon_ps.coordinator.client.addresses import CONNECT_S, Addresses, Place
+from axon_ps.coordinator.client.addresses import CONNECT_S, Addresses, Endpoint
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.errors import AxonError, Broken, Busy, Timeout, Unreachable
 from axon_ps.rpc.auth.identity import Principal
@@ -38,7 +38,7 @@ class OperatorClient(Calls):
         address: "host:port" of the coordinator, or several with commas between them: the leader is called.
         security: TLS and token.
         job: name of the job; empty = the coordinator's.
-        retries: whether calls are retried until their deadlines where that is safe; otherwise they fail at once.
+        retries: whether calls are retried until their deadlines if that is safe; otherwise they fail at once.
     """
 
     def __init__(self, address: str, *, security: Security, job: str = "", retries: bool = False) -> None:
@@ -47,7 +47,7 @@ class OperatorClient(Calls):
         self._security = security.acting(Principal.OPERATOR, job or DEFAULT_JOB)
         self._addresses = Addresses(address)
         self._connecting = asyncio.Lock()
-        self._place: Place | None = None
+        self._endpoint: Endpoint | None = None
         self._channel: Channel | None = None
         self._stub: Stub | None = None
 
@@ -110,20 +110,20 @@ class OperatorClient(Calls):
         async with self._connecting:
             if self._stub is None:
                 await self._addresses.look_up()
-            place = await self._leader() if len(self._addresses) > 1 else self._addresses.present
-            if self._stub is None or place != self._place:
+            endpoint = await self._leader() if len(self._addresses) > 1 else self._addresses.present
+            if self._stub is None or endpoint != self._endpoint:
                 await self.close()
-                self._place, self._channel = place, self._addresses.connect_to(place, self._security)
+                self._endpoint, self._channel = endpoint, self._addresses.connect_to(endpoint, self._security)
                 self._stub = Stub(self._channel, SERVICE, self._security)
             return self._stub
 
-    async def _leader(self) -> Place:
+    async def _leader(self) -> Endpoint:
         """Return the address of the leader, else of a standby, which refuses calls and names the leader.
 
         Raises:
             AxonError: no coordinator answers; the error of the first.
         """
-        places = list(self._addresses)
+        endpoints = list(self._addresses)
         asked = (
             health_of(
                 p.address,
@@ -133,14 +133,14 @@ class OperatorClient(Calls):
                 name=p.name,
                 to=Principal.COORDINATOR,
             )
-            for p in places
+            for p in endpoints
         )
-        answers = dict(zip(places, await asyncio.gather(*asked, return_exceptions=True), strict=True))
-        answering = [place for place, health in answers.items() if isinstance(health, str)]
+        answers = dict(zip(endpoints, await asyncio.gather(*asked, return_exceptions=True), strict=True))
+        answering = [endpoint for endpoint, health in answers.items() if isinstance(health, str)]
         for error in answers.values():
             if isinstance(error, BaseException) and not answering:
                 raise error
-        return next((place for place in answering if answers[place] == SERVING), answering[0])
+        return next((endpoint for endpoint in answering if answers[endpoint] == SERVING), answering[0])
 
     async def _reached(self, generation: int, deadline: Deadline) -> None:
         return None

@@ -20,11 +20,11 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
-from axon_ps.coordinator.client.addresses import Addresses, Place
+from axon_ps.coordinator.client.addresses import Addresses, Endpoint
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.coordinator.client.delivery import Delivery
-from axon_ps.coordinator.client.heartbeat import Punctuality, heartbeat
+from axon_ps.coordinator.client.heartbeat import Punctuality, heartbeat, interval_s
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.client.succession import successor
 from axon_ps.coordinator.messages import (
@@ -126,9 +126,6 @@ FAILOVER_S: Final = 0.25
 STANDBY_S: Final = 0.2
 """Most seconds between two requests of a standby to join."""
 
-MEASURE_S: Final = 1.0
-"""Most seconds between two heartbeats with measurements, also while other messages are sent."""
-
 RENEW_S: Final = 1.0
 """Seconds between two checks for newer credentials."""
 
@@ -226,7 +223,7 @@ class CoordinatorClient(Calls):
         self._error: AxonError | None = None
         self._last_error: AxonError | None = None
         self._closing = False
-        self._successor: Place | None = None  # the address of another leader, if that ended our session
+        self._successor: Endpoint | None = None  # the address of another leader, if that ended our session
 
     @property
     def membership(self) -> Membership | None:
@@ -357,7 +354,7 @@ class CoordinatorClient(Calls):
         """Shard server: report that it has no memory for its slices of a model. It is sent again after a reconnect."""
         report = memory_pb2.NoRoom(model=model, placement=placement, error=error_to_detail(error))
         message = session_pb2.SessionRequest(no_room=report)
-        self._call_soon(self._send_recorded, self._delivery.record_no_room, message)
+        self._call_soon(self._send_recorded, self._delivery.record_out_of_memory, message)
 
     def spans(self, collection: Collection) -> None:
         """Answer a `TraceOrder`."""
@@ -472,7 +469,7 @@ class CoordinatorClient(Calls):
         sent_s, punctuality = -math.inf, Punctuality()
         with contextlib.suppress(AxonError):  # the reader gets the error that ended the stream
             while True:
-                pause_s = min(self.lease_s / 3, MEASURE_S)
+                pause_s = interval_s(self.lease_s)
                 try:
                     with punctuality.expected(pause_s):
                         async with asyncio.timeout(pause_s):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from axon_ps.coordinator.client.addresses import Addresses, Place
+from axon_ps.coordinator.client.addresses import Addresses, Endpoint
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.errors import AxonError
 from axon_ps.rpc.security import Security
@@ -24,17 +24,17 @@ AGAIN_S: Final = 0.2
 """Seconds that the present leader has to answer, too, when another coordinator does."""
 
 
-async def successor(addresses: Addresses, security: Security, job: str) -> Place:
+async def successor(addresses: Addresses, security: Security, job: str) -> Endpoint:
     """Return the address of a leader other than the present one, as soon as there is one. It may be cancelled."""
-    places = list(addresses)
-    channels = [addresses.connect_to(place, security) for place in places]
-    stubs = {place: Stub(channel, SERVICE, security) for place, channel in zip(places, channels, strict=True)}
+    endpoints = list(addresses)
+    channels = [addresses.connect_to(endpoint, security) for endpoint in endpoints]
+    stubs = {endpoint: Stub(channel, SERVICE, security) for endpoint, channel in zip(endpoints, channels, strict=True)}
     present = stubs.pop(addresses.present)
     try:
         while True:
             await asyncio.sleep(ASK_S)
             answers = await asyncio.gather(*(_leads(stub, job, ASK_S) for stub in stubs.values()))
-            leading = [place for place, leads in zip(stubs, answers, strict=True) if leads]
+            leading = [endpoint for endpoint, leads in zip(stubs, answers, strict=True) if leads]
             if leading and not await _leads(present, job, AGAIN_S):
                 return leading[0]
     finally:

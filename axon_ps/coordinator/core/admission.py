@@ -1,4 +1,4 @@
-"""The ranks that joining processes get. Pure.
+"""Admission: the processes that may join, and how many ranks there are; the roster chooses one. Pure.
 
 While the job assembles, workers have ranks below its world size; later any number may join. A standby only takes a free
 rank below the world size, so it has none until the job has lost a worker. Shard servers have ranks below `num_shards`
@@ -117,14 +117,14 @@ def _check_world_size(assembly: Assembly, request: JoinRequest) -> None:
         )
 
 
-class Churn:
+class FailedJoins:
     """The workers that have joined and left in vain lately; see Note: [Workers that join in vain]."""
 
     def __init__(self) -> None:
         self._left: deque[tuple[float, str]] = deque(maxlen=MAX_OF_JOB)
 
     def left(self, node: str, now: float) -> None:
-        """Count a worker of a node that has left without taking part in a step that counted."""
+        """Count a worker of a node that has left before a step counted with it."""
         self._left.append((now, node))
 
     def check(self, node: str, now: float) -> None:

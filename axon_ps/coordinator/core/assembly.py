@@ -28,7 +28,7 @@ from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.models import Model, Models
-from axon_ps.coordinator.core.placement.room import Room
+from axon_ps.coordinator.core.placement.capacity import ServerCapacity
 from axon_ps.coordinator.core.roster import Roster, RosterEntry
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.coordinator.core.steps.stepping import Stepping
@@ -58,33 +58,33 @@ class Forming:
 
     Attributes:
         joined: their sessions.
-        due: the time at which the next generation begins; inf while no member waits.
+        deadline: the time at which the next generation begins; inf while no member waits.
     """
 
     def __init__(self) -> None:
         self.joined: list[int] = []
-        self.due = math.inf
+        self.deadline = math.inf
         self._members = 0
-        self._all_due = -math.inf
+        self._all_deadline = -math.inf
 
     def join(self, session: int, now: float) -> None:
         """Have a member wait for others that join."""
         if not self.joined:
-            self.due = now + max(TOGETHER_S, TOGETHER_A_MEMBER_S * self._members)
+            self.deadline = now + max(TOGETHER_S, TOGETHER_A_MEMBER_S * self._members)
         self.joined.append(session)
 
     def take(self, members: int, now: float) -> list[int] | None:
         """Return the sessions that get the new generation of `members` members; None = all. Clears `joined`."""
-        joined, self.joined, self.due, self._members = self.joined, [], math.inf, members
-        if now < self._all_due:
+        joined, self.joined, self.deadline, self._members = self.joined, [], math.inf, members
+        if now < self._all_deadline:
             return joined
         self.announced(members, now)
         return None
 
     def announced(self, members: int, now: float) -> None:
         """Note that all members get a generation of `members` members."""
-        self.joined, self.due = [], math.inf
-        self._all_due = now + ANNOUNCE_S * members
+        self.joined, self.deadline = [], math.inf
+        self._all_deadline = now + ANNOUNCE_S * members
 
 
 class Assembly:
@@ -202,11 +202,11 @@ class Assembly:
         return entry
 
     def greet(self, entry: RosterEntry, *, joined: bool) -> None:
-        """Send a member that has just opened a stream everything but the membership, which comes last.
+        """Send everything but the membership to a member that has just opened a stream. The membership comes last.
 
         The decisions that it may have missed come first, then the models' states, which are newer. A new process
-        ignores the decisions (see `client.delivery`). A shard server that was lost and has `joined` again gets no
-        decisions on a model of which it holds nothing any more, since others have gone on without it.
+        ignores the decisions (see `client.delivery`). If a lost shard server has `joined` again without slices of a
+        model, it gets no decisions on it, since others have gone on.
         """
         to = [entry.session]
         is_shard = entry.member.role is Role.SHARD
@@ -261,9 +261,9 @@ class Assembly:
         live = [Server(s.rank, s.node) for s in self.shards()]
         return live if self.membership.complete or len(live) >= self.needed_shards else self._nominal(live)
 
-    def room(self) -> Room:
+    def capacity(self) -> ServerCapacity:
         """Return the memory of the live shard servers."""
-        return Room(self._models, self.roster.of_role(Role.SHARD), self.membership.num_replicas)
+        return ServerCapacity(self._models, self.roster.of_role(Role.SHARD), self.membership.num_replicas)
 
     def _nominal(self, live: Sequence[Server]) -> list[Server]:
         """Return the shard servers that the job began with, present or absent."""

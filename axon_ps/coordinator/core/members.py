@@ -14,9 +14,9 @@ Note: [Stragglers]
 
 Note: [Between two steps]
     Shard servers that join or have been drained wait for the end of a step (`handover`). A server whose connection has
-    just broken, and that is back with what it held, does not wait. At the end of the step primaries are swapped
-    (`placements`) before the decision is sent, and the members change after it. The workers have all voted, so they
-    make their next step in the new generation, and no step is aborted.
+    just broken does not wait if it is back with its slices. At the end of the step primaries are swapped (`placements`)
+    before the decision is sent, and the members change after it. The workers have all voted, so they make their next
+    step in the new generation, and no step is aborted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.admission import Churn, admit
+from axon_ps.coordinator.core.admission import FailedJoins, admit
 from axon_ps.coordinator.core.assembly import FEW, Assembly, Forming
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
@@ -37,8 +37,8 @@ from axon_ps.coordinator.core.placement.handover import Handover, Joining
 from axon_ps.coordinator.core.placement.placements import Placements
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry, name_of
+from axon_ps.coordinator.core.steps.deadlines import StepDeadlines
 from axon_ps.coordinator.core.steps.decision import Difference, format_ranks
-from axon_ps.coordinator.core.steps.due import DueSteps
 from axon_ps.coordinator.core.steps.stragglers import Stragglers
 from axon_ps.errors import Broken, Busy, Drained, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.types import Member, Role
@@ -80,11 +80,11 @@ class Members:
         self._out = out
         self._incomplete_since = now
         self._handover = Handover()
-        self._churn = Churn()
+        self._failed_joins = FailedJoins()
         self._forming = Forming()
         self._silent: set[str] = set()  # incarnations of those lost since the last step whose leases had expired
         self.stragglers = Stragglers(assembly, models, config.step_timeout_s)
-        self.due = DueSteps(assembly, models, out)
+        self.step_deadlines = StepDeadlines(assembly, models, out)
         self.reachability = Reachability(assembly, models, config.lease_s, out)
         self.placements = Placements(config.copies, assembly, models, snapshots, out)
         self.placements.unshown = self.reachability.unshown
@@ -139,7 +139,7 @@ class Members:
             a.greet(entry, joined=False)
             self._out.push([session], a.membership)
             if role is Role.WORKER:
-                self.due.again(entry)
+                self.step_deadlines.again(entry)
             self.placements.plan(now)
         self._joined_with(entry, request, now)
 
@@ -206,7 +206,7 @@ class Members:
             self.on_lost(entry, reason)
             in_vain = training and before.complete and len(before.workers) > len(lost) and not entry.participated
             if in_vain and entry.member.role is Role.WORKER:
-                self._churn.left(entry.member.node, now)
+                self._failed_joins.left(entry.member.node, now)
         if before.complete or not before.workers:
             self._incomplete_since = now
         self.placements.plan(now)
@@ -228,11 +228,11 @@ class Members:
             Misuse: the job has no parameters yet.
         """
         a = self._assembly
-        entry = a.shard(rank)
-        if entry is None:
+        if (entry := a.shard(rank)) is None:
             there = format_ranks(s.rank for s in a.shards())
             raise InvalidRequest(f"the job has no shard server {rank}; it has {there}")
-        if not all(m.registration.parameters.initialized or m.registration.no_room for m in self._models.registered):
+        registrations = (m.registration for m in self._models.registered)
+        if not all(r.parameters.initialized or r.out_of_memory for r in registrations):
             raise Misuse("parameters are being set or restored; drain a shard server when the job trains")
         if rank not in a.draining:
             if not [s for s in a.shards() if s.rank != rank and s.rank not in a.draining]:
@@ -369,7 +369,7 @@ class Members:
     def look(self, now: float) -> None:
         """Update the waits in steps, after a vote or report, or a decision."""
         self.stragglers.look(now)
-        self.due.look(now)
+        self.step_deadlines.look(now)
 
     # ------------------------------------------------------------------ time
 
@@ -387,14 +387,14 @@ class Members:
             self.lose(expired, "; ".join(reasons), now)
         while (found := self.reachability.to_go(now)) is not None:
             self._cut_off(*found, now)
-        if now >= self._forming.due:
+        if now >= self._forming.deadline:
             self._announce_joined(now)
         if self._handover.overdue(now):
             self._hand_over(now)
         self.placements.tick(now)
         if now >= self._join_deadline():
             self._give_up_joining(now)
-        self.due.tick(now)
+        self.step_deadlines.tick(now)
         if late := self.stragglers.late(now):
             self._set_aside(late, now)
 
@@ -402,10 +402,10 @@ class Members:
         """Return the time of the next call of `tick`."""
         return min(
             self._assembly.roster.next_deadline(),
-            self._forming.due,
+            self._forming.deadline,
             self._join_deadline(),
             self.stragglers.next_deadline(),
-            self.due.next_deadline(),
+            self.step_deadlines.next_deadline(),
             self._handover.next_deadline(),
             self.placements.next_deadline(),
             self.reachability.next_deadline(),
@@ -417,7 +417,7 @@ class Members:
         """Admit a process that is new, or was lost earlier."""
         a = self._assembly
         if role is Role.WORKER and a.membership.complete:
-            self._churn.check(request.node, now)
+            self._failed_joins.check(request.node, now)
         admission = admit(self._config, a, self._models, role, request, now)
         if role is Role.WORKER and not a.world_size:
             a.set_world_size(request.world_size)

@@ -18,7 +18,7 @@ from axon_ps.coordinator.core.steps.attempts import Attempts
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.memory import slice_bytes
-from axon_ps.sharding.placement import Server, place
+from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.sharding.plan import num_slices
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Decision, Hyper, Member, ModelProgress, OptimizerSpec, Outcome
@@ -236,7 +236,7 @@ class Models:
         return next(iter(self), None)
 
     def norms(self) -> dict[str, float]:
-        """Return the newest gradient norms as counters: of the first model, and by name where there are several."""
+        """Return the newest gradient norms as counters: of the first model, and by name if there are several."""
         named, first = self.registered, self.first
         norms = {f"model/{m.name}/last_grad_norm": m.last_norm for m in named} if len(named) > 1 else {}
         return {"last_grad_norm": 0.0 if first is None else first.last_norm, **norms}
@@ -261,7 +261,7 @@ class Models:
         return any(m.registration.still_held_by(incarnation, m.version) for m in self)
 
     def message_prefix(self, model: Model) -> str:
-        """Return the beginning of a message about a model: its name; empty where the job has only one."""
+        """Return the beginning of a message about a model: its name; empty if the job has only one."""
         return f"model {model.name!r}: " if len(self._models) > 1 else ""
 
     def find_or_create(self, name: str) -> Model:
@@ -301,7 +301,7 @@ class Models:
 
         def prepare() -> None:
             if servers and num_slices(spec.layout, cuts, spec.options) <= MAX_SLICES:  # else it is refused
-                place(spec.plan(cuts), servers, replication)
+                new_placement(spec.plan(cuts), servers, replication)
                 slice_bytes(spec, 0, cuts)
                 codec.job_spec_to_proto(spec)
 

@@ -60,7 +60,7 @@ class ParameterState:
         replaced: whether its values ever came from another source than a worker's first values and steps from these.
         lost: by incarnation of a lost shard server, the slices that it held.
         lost_version: the version of these slices.
-        corrupt: by slice that no other server has, the incarnation of the shard server whose memory failed.
+        corrupt: by slice without another copy, the incarnation of the shard server whose memory failed.
         run_began: the version that the present run of the workers began with, or that was restored in it.
     """
 
@@ -173,7 +173,7 @@ def parameters_record(model: int, parameters: ParameterState) -> Record:
         initialized=parameters.initialized,
         holders=parameters.holders,
         uploader=parameters.uploader,
-        restore=None if parameters.restore is None else restore_to_proto(parameters.restore),
+        restore=None if parameters.restore is None else codec.RESTORE.to_proto(parameters.restore),
         failure=parameters.failure,
         copied=parameters.copied,
         replaced=parameters.replaced,
@@ -220,7 +220,7 @@ def decision_record(decision: Decision) -> Record:
 
 
 def _decision_key(decision: Decision) -> str:
-    return str(decision.step % HISTORY) if decision.turn is None else f"r{decision.turn.replica}"
+    return str(decision.step % HISTORY) if decision.replica_clock is None else f"r{decision.replica_clock.replica}"
 
 
 def _of(model: int, key: str) -> str:
@@ -234,12 +234,12 @@ def retained(decisions: Sequence[Decision], newest: Decision) -> list[Decision]:
     report of every shard server, so a server can only have missed the newest decision of each replica. A worker can
     only have missed the newest decision of its own replica.
     """
-    if newest.turn is None:
-        together = [d for d in decisions if d.turn is None]
+    if newest.replica_clock is None:
+        together = [d for d in decisions if d.replica_clock is None]
         dropped = together[: max(0, len(together) + 1 - HISTORY)]
         return [*(d for d in decisions if d not in dropped), newest]
-    turn = newest.turn
-    return [*(d for d in decisions if d.turn is None or d.turn.replica != turn.replica), newest]
+    replica = newest.replica_clock.replica
+    return [*(d for d in decisions if d.replica_clock is None or d.replica_clock.replica != replica), newest]
 
 
 def revocations_record(reasons: Mapping[str, str]) -> Record:
@@ -266,34 +266,6 @@ def load(records: Mapping[str, bytes]) -> Durable | None:
         raise ConfigurationError(
             f"the state store holds what no coordinator wrote: {error!r}; use another one"
         ) from error
-
-
-def restore_to_proto(order: RestoreOrder) -> checkpoint_pb2.RestoreOrder:
-    """Return an order to restore, as a message."""
-    return checkpoint_pb2.RestoreOrder(
-        epoch=order.epoch,
-        uri=order.uri,
-        version=order.version,
-        model=order.model,
-        section=order.section,
-        sha256=order.sha256,
-    )
-
-
-def restore_from_proto(message: checkpoint_pb2.RestoreOrder) -> RestoreOrder:
-    """Return an order to restore, from a message.
-
-    Raises:
-        InvalidRequest: the URI or the name of the model is malformed.
-    """
-    return RestoreOrder(
-        epoch=message.epoch,
-        uri=codec.name_from_proto(message.uri, "the checkpoint's URI", empty=True),
-        version=message.version,
-        model=message.model,
-        section=codec.name_from_proto(message.section, "a model's name", empty=True),
-        sha256=codec.name_from_proto(message.sha256, "a manifest's hash", empty=True),
-    )
 
 
 def _load(records: Mapping[str, bytes]) -> Durable:
@@ -346,7 +318,7 @@ def _parameters(message: state_pb2.ParametersRecord) -> ParameterState:
         initialized=message.initialized,
         holders=dict(message.holders),
         uploader=message.uploader,
-        restore=restore_from_proto(message.restore) if message.HasField("restore") else None,
+        restore=codec.RESTORE.from_proto(message.restore) if message.HasField("restore") else None,
         failure=message.failure,
         copied=message.copied,
         replaced=message.replaced,

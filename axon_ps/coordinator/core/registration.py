@@ -18,7 +18,7 @@ Note: [Whose values are first]
 Note: [A connection that broke]
     A server counts as lost when its connection breaks, since a death is noticed soonest in this way. But it may live
     and be back at once. Meanwhile another holder of its slices may have died unnoticed. So a server that comes back in
-    the same incarnation, before another step was committed, still holds what it held.
+    the same incarnation, before another step was committed, still holds its slices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import Busy, InvalidRequest, LayoutMismatch, Misuse
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.placement import Placement, Server, place
+from axon_ps.sharding.placement import Placement, Server, new_placement
 from axon_ps.types import Decision, Hyper, Member, OptimizerSpec
 from axon_ps.wire.events import FIRST_VALUES, Copied, Corrupted, JobState, KnownNames, RestoreOrder
 
@@ -76,7 +76,7 @@ class Registration:
         """Incarnations of workers that registered the layout while it had no values, and wait for first ones."""
         self.owners: tuple[int, ...] = ()
         """Shard servers that hold trainable slices: a step needs their reports."""
-        self.no_room: dict[int, str] = {}  # by rank, the reason why a shard server cannot hold its slices
+        self.out_of_memory: dict[int, str] = {}  # by rank, the reason why a shard server cannot hold its slices
         self._find_owners()
 
     def check_spec(self, spec: JobSpec, rank: int) -> bool:
@@ -87,8 +87,8 @@ class Registration:
             InvalidRequest: it has no units.
             Busy: the shard servers cannot hold the job's.
         """
-        if self.no_room:
-            raise Busy(self.no_room_reason)
+        if self.out_of_memory:
+            raise Busy(self.out_of_memory_reason)
         if self.spec is None:
             if not spec.layout.units:
                 raise InvalidRequest(f"worker {rank} registers a layout without units; a model needs parameters")
@@ -107,17 +107,17 @@ class Registration:
 
     @property
     def _giver(self) -> str:
-        """The worker that gave the layout, as part of a message; empty where it is not known."""
+        """The worker that gave the layout, as part of a message; empty if it is not known."""
         return "" if self.given_by is None else f" from worker {self.given_by}"
 
     def set_spec(self, spec: JobSpec, placement: Placement, rank: int) -> None:
         """Set the first spec, given by the worker of `rank`, and the placement of its slices."""
         self.spec, self.given_by = spec, rank
-        self.place(placement)
+        self.set_placement(placement)
 
     def new_placement(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> Placement:
         """Return a fresh placement of a spec's slices."""
-        return place(spec.plan(self.num_shards), servers, replication, self.placement_number + 1)
+        return new_placement(spec.plan(self.num_shards), servers, replication, self.placement_number + 1)
 
     # ------------------------------------------------------------------ placement
 
@@ -145,7 +145,7 @@ class Registration:
         units = self.spec.layout.units
         return tuple(units[s.unit].trainable for s in self.spec.plan(self.num_shards).numbered)
 
-    def place(self, placement: Placement) -> None:
+    def set_placement(self, placement: Placement) -> None:
         """Set the placement of the slices from now on."""
         self.parameters.placement = placement
         self._find_owners()
@@ -158,7 +158,7 @@ class Registration:
                 for rank in after.copying:
                     if rank not in before.copying:
                         self._copying_since[index, rank] = number
-        self.place(replace(placement, number=number))
+        self.set_placement(replace(placement, number=number))
 
     def copied(self, shard: Member, report: Copied, shards: Sequence[Member]) -> bool:
         """Take a server's report that it has received slices; return True if that is new."""
@@ -214,7 +214,7 @@ class Registration:
         Other holders go on with its slices.
         """
         p = self.parameters
-        self.no_room.pop(rank, None)
+        self.out_of_memory.pop(rank, None)
         if p.initialized and p.placement is not None and rank in p.placement.servers:
             if p.lost_version != version:
                 p.lost, p.lost_version = {}, version
@@ -233,7 +233,7 @@ class Registration:
         return p.lost.get(incarnation, ()) if now else ()
 
     def take_back(self, shard: Member, shards: Sequence[Member], version: int) -> None:
-        """Give a server that has joined the slices back that it still holds; the job is at `version`."""
+        """Give a joined server those slices back that it still holds; the job is at `version`."""
         p = self.parameters
         if held := self.still_held_by(shard.incarnation, version):
             present = {s.incarnation: s.rank for s in shards if self.is_loaded(s)}
@@ -260,7 +260,7 @@ class Registration:
     ) -> OptimizerSpec | None:
         """Return the optimizer with every hyperparameter filled in if it is the first, else None.
 
-        A later one must be equal. With `later` it is to replace the job's with a step, and may differ.
+        A later one must be equal. With `later` it replaces the job's with a step, and may differ.
 
         Raises:
             Misuse: there is no layout yet.
@@ -283,7 +283,7 @@ class Registration:
         return None
 
     def change_optimizer(self, decision: Decision) -> None:
-        """Apply a committed step: the optimizer that it names replaces this one, with the moments that it needs.
+        """Apply a committed step: the named optimizer replaces this one, with the moments that it needs.
 
         If only hyperparameters differ, the optimizer stays as registered, so that joining workers find it unchanged.
         """
@@ -316,7 +316,7 @@ class Registration:
                 f"{now_version}"
             )
         p.holders[shard.rank] = shard.incarnation
-        self.no_room.pop(shard.rank, None)
+        self.out_of_memory.pop(shard.rank, None)
         return True
 
     def all_loaded(self, shards: Sequence[Member]) -> bool:
@@ -330,7 +330,7 @@ class Registration:
         return p.placement is not None and not p.initialized and not p.failure
 
     def missing(self, shards: Sequence[Member]) -> list[int]:
-        """Return the ranks of absent shard servers that hold slices of which no live server has a copy.
+        """Return the ranks of absent shard servers with slices that no live server has.
 
         No step can be made without them.
         """
@@ -411,21 +411,21 @@ class Registration:
         )
         replaced = p.replaced or uri != FIRST_VALUES
         self.parameters = ParameterState(epoch=order.epoch, restore=order, replaced=replaced, run_began=version)
-        self.no_room.clear()
-        self.place(placement)
+        self.out_of_memory.clear()
+        self.set_placement(placement)
         return order
 
-    def set_no_room(self, rank: int, why: str) -> None:
+    def set_out_of_memory(self, rank: int, why: str) -> None:
         """Record that a shard server lacks memory for its slices; it holds nothing of the model."""
-        self.no_room[rank] = why
+        self.out_of_memory[rank] = why
 
     @property
-    def no_room_reason(self) -> str:
+    def out_of_memory_reason(self) -> str:
         """The reason why the model cannot be held, with advice, as text; empty when it can."""
-        if not self.no_room:
+        if not self.out_of_memory:
             return ""
         return (
-            f"model {self.name!r} is not held: {'; '.join(self.no_room.values())}; release it (axon-ps release "
+            f"model {self.name!r} is not held: {'; '.join(self.out_of_memory.values())}; release it (axon-ps release "
             f"{self.name!r}), or start shard servers with more memory"
         )
 
@@ -451,7 +451,7 @@ class Registration:
             name=self.name,
             copied=p.copied,
             placement=p.placement,
-            no_room=self.no_room_reason,
+            out_of_memory=self.out_of_memory_reason,
         )
 
     def _find_owners(self) -> None:
@@ -463,7 +463,7 @@ class Registration:
 def check_known(
     server: str, known: KnownNames | None, model: str, spec: JobSpec | None, optimizer: OptimizerSpec | None
 ) -> None:
-    """Check that a shard server can make what a model needs.
+    """Check that a shard server knows the optimizer and compressors of a model.
 
     Args:
         server: its name in errors.

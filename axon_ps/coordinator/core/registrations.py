@@ -7,7 +7,7 @@ refused.
 Note: [Nothing is durable before it can be held]
     Stored models come back after every restart. So a stored model that no server can hold would end every server, again
     and again. Therefore a registration is checked in this order: the model itself, the optimizers and compressors that
-    the shard servers know, their memory (see `placement.room`), and the limits of the store. Only then anything is
+    the shard servers know, their memory (see `placement.capacity`), and the limits of the store. Only then anything is
     changed.
 """
 
@@ -224,7 +224,7 @@ class Registrations:
             raise InvalidRequest(f"model {model.name!r} is to get another optimizer, and none was given")
         for server in self._assembly.roster.of_role(Role.SHARD):
             check_known(server.name, server.known, model.name, None, optimizer)
-        self._check_room(model, model.name, r.placement, None, optimizer)
+        self._check_capacity(model, model.name, r.placement, None, optimizer)
         more_bytes = len(records.optimizer_record(model.number, optimizer).value or b"")
         self._models.check_stored(model, more_bytes, model.name)
 
@@ -239,7 +239,7 @@ class Registrations:
             copies = min(self._replication, len(servers))
             self._models.check_slices(model, name, spec, len(servers), copies)
         placement = r.placement if spec is None else r.new_placement(spec, servers, self._replication)
-        self._check_room(model, name, placement, spec, optimizer)
+        self._check_capacity(model, name, placement, spec, optimizer)
         stored: list[Record] = [] if spec is None else [records.spec_record(model.number, spec)]
         stored += [] if optimizer is None else [records.optimizer_record(model.number, optimizer)]
         stored_bytes = sum(len(record.value or b"") for record in stored)
@@ -253,13 +253,13 @@ class Registrations:
         model.stored_bytes += stored_bytes
         self._out.persist(stored)
 
-    def _check_room(
+    def _check_capacity(
         self, model: Model, name: str, placement: Placement, spec: JobSpec | None, optimizer: OptimizerSpec | None
     ) -> None:
-        what, room = f"the registration of model {name!r}", self._assembly.room()
+        what, capacity = f"the registration of model {name!r}", self._assembly.capacity()
         if spec is not None:
-            room.check_there(placement, what)
-        room.check({model.number: (model, placement)}, what, spec, optimizer)
+            capacity.check_there(placement, what)
+        capacity.check({model.number: (model, placement)}, what, spec, optimizer)
 
     def _claim_upload(self, model: Model, entry: RosterEntry) -> bool:
         r = model.registration

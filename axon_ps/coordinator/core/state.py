@@ -1,6 +1,6 @@
 """The coordinator's state machine: events in, actions out. No clock, threads or I/O.
 
-Every method is one event and returns the actions it causes, in order. `Persist`, where there is one, comes first, so
+Every method is one event and returns the actions it causes, in order. `Persist`, if there is one, comes first, so
 nothing is announced that is not durable. An event that must be refused raises, and has changed nothing. The time is
 passed in and only ever compared. Events of a session whose member is lost are ignored.
 
@@ -25,7 +25,7 @@ from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
-from axon_ps.coordinator.core.connectivity.isolation import Isolation
+from axon_ps.coordinator.core.connectivity.leader_isolation import Isolation
 from axon_ps.coordinator.core.history.history import History
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
@@ -169,8 +169,8 @@ class CoordinatorState:
     def logged(self, session: int, records: Sequence[logs_pb2.LogRecord], dropped: int, now: float) -> list[Action]:
         """Log the records of a member; before these it `dropped` some."""
         if (entry := self._entry(session, now)) is not None and (records or dropped):
-            place = codec.role_to_proto(entry.member.role), entry.member.rank
-            self.history.logs.add(place, entry.member.node, records, dropped)
+            process = codec.role_to_proto(entry.member.role), entry.member.rank
+            self.history.logs.add(process, entry.member.node, records, dropped)
         return self._out.take()
 
     def leave(self, session: int, reason: str, now: float, *, finished: bool = False) -> list[Action]:
@@ -351,7 +351,7 @@ class CoordinatorState:
             self._registrations.settle()
         return self._out.take()
 
-    def no_room(self, session: int, number: int, placement: int, error: AxonError, now: float) -> list[Action]:
+    def out_of_memory(self, session: int, number: int, placement: int, error: AxonError, now: float) -> list[Action]:
         """Take a shard server's report that it has no memory for its slices of a model; it holds the other models.
 
         Raises:
@@ -359,7 +359,7 @@ class CoordinatorState:
         """
         if (entry := self._entry(session, now)) is not None:
             check_role(entry, Role.SHARD, "holds parameters")
-            self._restores.no_room(entry, number, placement, error, now)
+            self._restores.out_of_memory(entry, number, placement, error, now)
         return self._out.take()
 
     # ------------------------------------------------------------------ placement
@@ -422,7 +422,7 @@ class CoordinatorState:
         if not self._models.registered:
             raise Misuse("there is nothing to save: the shard servers hold no parameters yet")
         saved = []
-        for model in (m for m in self._models.registered if not m.registration.no_room):
+        for model in (m for m in self._models.registered if not m.registration.out_of_memory):
             r = model.registration
             if r.spec is None or not model.state(shards).initialized:
                 prefix = self._models.message_prefix(model)

@@ -60,7 +60,7 @@ class Deadlines(Generic[K]):
                 self._push(key, now)
         return float("inf")
 
-    def due(self, now: float) -> Iterator[K]:
+    def expired(self, now: float) -> Iterator[K]:
         """Yield the keys whose deadline has passed, earliest first; each is removed."""
         while self.next() <= now:
             key = self._heap[0][2]
@@ -124,7 +124,7 @@ class Waiting:
 
     def late(self, now: float) -> Iterator[int]:
         """Yield the calls that have timed out, earliest first. The caller removes them."""
-        yield from self._deadlines.due(now)
+        yield from self._deadlines.expired(now)
 
     def next_deadline(self) -> float:
         """Return the time at which the next call times out."""

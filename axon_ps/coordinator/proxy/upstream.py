@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from axon_ps.coordinator.client.addresses import Addresses, Place
+from axon_ps.coordinator.client.addresses import Addresses, Endpoint
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.coordinator.client.succession import successor
 from axon_ps.errors import AxonError, Broken, Busy, Closed, Unreachable
@@ -73,7 +73,7 @@ class Upstream:
         """
         pause_s = 0.05
         while True:
-            leads: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+            leads: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
             try:
                 await self._session(leads)
             except (Broken, Busy) as error:
@@ -86,7 +86,7 @@ class Upstream:
                 await asyncio.sleep(self._random.uniform(pause_s / 2, pause_s))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _session(self, leads: asyncio.Future[Place]) -> None:
+    async def _session(self, leads: asyncio.Future[Endpoint]) -> None:
         """Run one session to its end; `leads` gets the address of another leader, if that ended it.
 
         Raises:
@@ -141,6 +141,6 @@ class Upstream:
                     known = newest
                     await stub.call("KV", request, timeout_s=BEGIN_S)
 
-    async def _follow(self, stream: Stream, leads: asyncio.Future[Place]) -> None:
+    async def _follow(self, stream: Stream, leads: asyncio.Future[Endpoint]) -> None:
         leads.set_result(await successor(self._addresses, self._security, self._job))
         stream.cancel()

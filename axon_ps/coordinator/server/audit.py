@@ -9,7 +9,7 @@ result, also when the call is refused. The line of a change of the members has a
 reads. It also has no attempts of strangers, who could fill it.
 
 Note: [It does not block]
-    Lines are written by a thread, so that a disk that hangs delays no call. Lines that cannot be written are lost. The
+    A thread writes the lines, so that a hanging disk delays no call. Lines that cannot be written are lost. The
     loss is logged once, lost lines are counted, and a line of the file states their number as soon as lines can be
     written again.
 """

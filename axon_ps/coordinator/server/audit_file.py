@@ -3,8 +3,8 @@
 Note: [Rotation]
     A line is one write to a file that is open for appending, so lines of several processes do not mix. A process that
     finds the file full renames it to FILE.1, FILE.1 to FILE.2, and so on, unless another process is doing so. The other
-    processes see that the name leads to another file and open that. A process that writes during the rotation writes to
-    the renamed file, so no line is lost.
+    processes find another file under the name and open it. A process that writes during the rotation writes to the
+    renamed file, so no line is lost.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class AutomaticCheckpoints:
         elif self._models != self._epochs:
             self._models = self._epochs
             self._schedule.restart(self._version)
-        elif self._schedule.due(self._version, self._shell.now()):
+        elif self._schedule.should_write(self._version, self._shell.now()):
             await self._save()
 
     @property

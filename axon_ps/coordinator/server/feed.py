@@ -145,7 +145,7 @@ class Feed:
         return Tick(self._number, increment, self._message(history.everything(now)) if wanted else None)
 
     def _message(self, event: watch_pb2.WatchEvent, unless: int = -1) -> Message:
-        """Complete an event; without the membership of the generation `unless`."""
+        """Complete an event, but leave out the membership of generation `unless`."""
         event.history, event.began_s = self.history, self._began_s
         status = self._shell.status(measures=False)  # these are in `members`
         self._generation = status.membership.generation

@@ -71,7 +71,7 @@ def verify(uri: str) -> None:
 
 
 def remove_old(policy: CheckpointPolicy) -> None:
-    """Remove automatic checkpoints that are older than those that remain, and incomplete ones.
+    """Remove incomplete automatic checkpoints, and the oldest complete ones beyond the policy's limit.
 
     Raises:
         CheckpointError: a file cannot be removed.

@@ -106,7 +106,7 @@ async def serve(
         if isinstance(store, SharedStateStore):
             ready(await server.start(serving=False))
             store.address = _name_of(server.address)
-            await _lead_in_turn(lead, store, switch, stop, server.set_serving)
+            await _stand_by_and_lead(lead, store, switch, stop, server.set_serving)
         else:
             await _lead_until(lead, begin)
     finally:
@@ -125,7 +125,7 @@ def _metrics(name: str, switch: Switch) -> Route:
     return metrics(lambda: sources, labels)
 
 
-async def _lead_in_turn(
+async def _stand_by_and_lead(
     lead: Lead,
     store: SharedStateStore,
     switch: Switch,
@@ -147,7 +147,7 @@ async def _lead_in_turn(
 
 
 async def _lead_until(lead: Lead, begin: Begin) -> None:
-    """Lead until we are to stop; when newer state was learned, lead again from that; see `_lead`."""
+    """Lead until the server stops. If newer state was learned meanwhile, lead again from that; see `_lead`."""
     while True:
         try:
             return await lead(begin)

@@ -287,7 +287,7 @@ class CoordinatorServicer:
             return state.restore_report(session, message.restore.epoch, error, now, model=message.restore.model)
         if kind == "no_room":
             error = error_from_detail(message.no_room.error)
-            return state.no_room(session, message.no_room.model, message.no_room.placement, error, now)
+            return state.out_of_memory(session, message.no_room.model, message.no_room.placement, error, now)
         if kind == "leave":
             return state.leave(session, printable(message.leave.reason, 200), now, finished=message.leave.finished)
         raise InvalidRequest(f"a session's message is {kind or 'empty, or of a newer version'}; it is not understood")
@@ -597,7 +597,7 @@ def _caller(context: common_pb2.CallContext) -> Caller:
 
 
 def _timeout(timeout_s: float) -> float:
-    """Check the time-out of a call: 0 is no wait at all, a negative value or NaN is an error."""
+    """Check the time-out of a call: 0 means not to wait, and a negative value or NaN is an error."""
     if not timeout_s >= 0 or math.isnan(timeout_s):
         raise InvalidRequest(f"timeout_s is {timeout_s}; it must be 0 or more, or inf")
     return timeout_s

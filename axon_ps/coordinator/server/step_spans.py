@@ -68,9 +68,9 @@ class StepSpans:
         before, began_ns = self._decided.get(decision.model, (-1, 0))
         if not self._tracer.active or decision.step <= before:
             return ""
-        now_ns, turn = self._tracer.now(), decision.turn
+        now_ns, of = self._tracer.now(), decision.replica_clock
         self._decided[decision.model] = decision.step, now_ns
-        step, replica = (decision.step, -1) if turn is None else (turn.clock, turn.replica)
+        step, replica = (decision.step, -1) if of is None else (of.clock, of.replica)
         root = SpanContext.of_step(self._job_id, decision.model, decision.generation, step, replica)
         attempt = self._attempts.pop(root.trace_id, _Attempt())
         traceparent = ""

@@ -39,7 +39,7 @@ class TraceCalls:
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._number = 0
         self._reply: trace_pb2.TraceReply | None = None
         self._waited_for: dict[int, str] = {}  # members by session
@@ -61,14 +61,14 @@ class TraceCalls:
         deadline_s = time.monotonic() + request.timeout_s
         try:
             async with asyncio.timeout(request.timeout_s):
-                await self._turn.acquire()
+                await self._lock.acquire()
         except TimeoutError:
             raise Timeout(f"another trace is being taken, for {request.timeout_s:g} s already; try again") from None
         try:
             return await self._perform(request, deadline_s)
         finally:
             self._reply, self._waited_for = None, {}
-            self._turn.release()
+            self._lock.release()
 
     async def _perform(self, request: trace_pb2.TraceRequest, deadline_s: float) -> trace_pb2.TraceReply:
         model, step = self._shell.state.step_of(request.model)

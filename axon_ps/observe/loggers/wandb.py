@@ -9,7 +9,7 @@ from axon_ps.observe.loggers.base import library
 
 
 class WandbLogger:
-    """One run. With an `id`, a process that is started again continues that run.
+    """One run. With an `id`, a restarted process continues that run.
 
     Weights & Biases accepts no step twice. If steps are repeated after a restored checkpoint, those that it has already
     are not sent.

@@ -57,7 +57,7 @@ class Collection:
         spans: those that have ended.
         dropped: number of spans that exceeded `MAX_SPANS`.
         over: whether the last step is decided.
-        under_way: ids of the spans that began before that and have not ended.
+        under_way: ids of the earlier spans that have not ended.
     """
 
     order: TraceOrder

@@ -2,7 +2,7 @@
 
 Ranks are positions in the group. Every method returns a handle; see `parallel.c10d.calls` for when it blocks.
 Invariant: all members make the same calls of our group for the same c10d calls. So a call depends on shapes and dtypes
-that all of them know, never on something that only one of them has.
+that all of them know, never on one rank's own values.
 """
 
 from __future__ import annotations

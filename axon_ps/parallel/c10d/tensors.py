@@ -1,7 +1,7 @@
 """Tensors as the flat buffers that travel: one tensor or a list of them, any layout, any dtype.
 
-Owns: flat views of tensors, copies where no view is possible, and copying results back. Refuses: to know what the
-buffers are for.
+Owns: flat views of tensors, copies where no view is possible, and copying results back. Refuses: to know the purpose of
+the buffers.
 
     legend: a *flat* tensor is 1-D and contiguous, in the user's dtype; a *native* one is flat and of a dtype that
     travels (see `axon_ps.types.DType`), over the same memory

@@ -15,7 +15,7 @@ Note: [Between a worker and a checkpoint]
     The worker that gives a model its first values attaches its buffers before them, so others find them when the model
     has values. Non-persistent buffers are attached under a key that no checkpoint includes. In a job that resumes no
     worker gives first values, so the worker of lowest rank attaches them before it registers the model: the others
-    register later. A worker that joins takes what is there.
+    register later. A worker that joins takes the job's buffers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ModuleBuffers:
 
     Args:
         module: the user's module.
-        dtypes: by name, the dtype with which a buffer was built that `MixedPrecision.buffer_dtype` cast.
+        dtypes: by name, the original dtype of each buffer that `MixedPrecision.buffer_dtype` cast.
     """
 
     def __init__(self, module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -200,7 +200,7 @@ class ServedBuffers:
             given: True if this worker has given the values.
 
         Returns:
-            The names of those that differed from the values that the model begins with, and do not any more.
+            The names of the buffers that differed from the model's first values until now.
 
         Raises:
             InvalidRequest: some differ in shape, or differ and are too large to be sent.

@@ -29,7 +29,7 @@ import torch
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, CheckpointCorrupt, InvalidRequest
-from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.storage.checkpoint import FileEntry, TensorSpec, create_file, described
 from axon_ps.storage.contents import TREE, open_state
 from axon_ps.storage.files import open_store

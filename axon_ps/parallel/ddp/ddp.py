@@ -241,10 +241,10 @@ class DistributedDataParallel(nn.Module):
     def join(self) -> Iterator[None]:
         """Allow different numbers of batches on the ranks; put the loop inside, on every rank.
 
-        A rank that leaves takes part in the others' steps with gradients of zero until all have left, and ends with the
-        parameters and buffers of the lowest rank that made the last step; averages are still over all ranks. Its
-        optimizer's state is that of its own last step. Each step must be one training forward with gradients and one
-        backward (more of both inside `no_sync()`), and costs one small all-reduce more. (torch's `Join`.)
+        A rank that leaves takes part in the others' steps with gradients of zero until all have left. It ends with the
+        parameters and buffers of the lowest rank in the last step; averages are still over all ranks. Its optimizer's
+        state is that of its own last step. Each step must be one training forward with gradients and one backward (more
+        of both inside `no_sync()`), and costs one small all-reduce more. (torch's `Join`.)
 
         When the body raises, the other ranks get no error of it.
 

@@ -208,8 +208,8 @@ class Reducer:
         """Begin a round when some gradient has arrived at forward's result, or at a parameter.
 
         The arrival at forward's result comes first, and that matters for two reasons. The final callback belongs to the
-        backward that is running, and a checkpoint with use_reentrant=True runs others inside, which end earlier. And if
-        some parameters may be unused, a rank that uses none at all must take part, too.
+        present backward. A checkpoint with use_reentrant=True runs others inside, which end earlier. And if some
+        parameters may be unused, a rank that uses none at all must take part, too.
         """
         if self._round is not None or not self._active:
             return

@@ -42,9 +42,9 @@ from axon_ps.errors import GenerationChanged, InvalidRequest
 from axon_ps.host import fork
 from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.diloco.fragment import UNKNOWN, Ended, Fragment, Push
-from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.fsdp import arguments, wrap
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
+from axon_ps.parallel.precision import MixedPrecision
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
@@ -218,11 +218,11 @@ class DiLoCo:
         Returns:
             None after most inner steps; the result of an outer step that has ended. If it committed, the parameters are
             the servers' new ones, with the progress made meanwhile as `mixing` says. If not, the parameters retain
-            their local progress, which is pushed with that of the steps to come. There are exceptions. After
-            non-finite pseudo-gradients, a worker whose own were non-finite goes back to the last sync with a fresh
-            inner optimizer. A worker whose job was restored from a checkpoint takes the servers' values and loses its
+            their local progress, and it is pushed with that of later steps. There are exceptions. After non-finite
+            pseudo-gradients, a worker whose own were non-finite goes back to the last sync with a fresh inner
+            optimizer. A worker whose job was restored from a checkpoint takes the servers' values and loses its
             progress, at once, after any number of steps. If the job went on without a worker, that worker takes the
-            changes that the others made, and retains its progress.
+            others' changes and retains its progress.
 
         Raises:
             InvalidRequest: the weight is negative, or not a number.
@@ -245,13 +245,13 @@ class DiLoCo:
         for fragment in self._fragments:
             fragment.weight += weight / self.inner_steps
         self._left -= 1
-        result, due = None, self._left > 0 and self._is_due()
+        result, requested = None, self._left > 0 and self._vote_requested()
         if (under_way := self._under_way) is not None:
             under_way.steps += 1
-            if due or under_way.steps >= self._overlap_steps:
+            if requested or under_way.steps >= self._overlap_steps:
                 result = self._end()
-        if (due or self._left <= 0) and self._under_way is None:
-            self._counters["outer_steps_due"] += due
+        if (requested or self._left <= 0) and self._under_way is None:
+            self._counters["outer_steps_due"] += requested
             self._begin(self._next())
             if not self._overlap_steps:
                 result = self._end()
@@ -277,7 +277,7 @@ class DiLoCo:
         """Return the fragment whose outer step is next; see Note: [Streaming]."""
         return min(self._fragments, key=lambda f: f.steps.view.latest_version)
 
-    def _is_due(self) -> bool:
+    def _vote_requested(self) -> bool:
         """Return True if a quorum waits for this worker in an outer step that it has not begun."""
         fragment = self._next()
         if (begun := fragment.begun) is not None and fragment.steps.attempt == (
@@ -285,7 +285,7 @@ class DiLoCo:
             begun.ticket.step,
         ):
             return False
-        return fragment.steps.is_due
+        return fragment.steps.vote_requested
 
     def sync(self) -> list[StepResult]:
         """Make an outer step of every fragment trained since its last, so that the parameters have all progress.

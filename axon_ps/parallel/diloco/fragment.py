@@ -37,11 +37,11 @@ import torch
 from torch import nn
 
 from axon_ps.errors import StepAborted
-from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.fsdp.steps import Pending, Position
+from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Parameter
 from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome
@@ -165,7 +165,8 @@ class Fragment:
             if not begun.weight:
                 begun.works.append(push(index, None, ticket))
                 continue
-            self.steps.wait_for_room(ticket, partial(out.wait_for_room, wrapped.unit.numel * self._wire.itemsize))
+            size_bytes = wrapped.unit.numel * self._wire.itemsize
+            self.steps.wait_for_capacity(ticket, partial(out.wait_for_capacity, size_bytes))
             buffer = out.take(wrapped.unit.numel, TORCH_DTYPES[self._wire])
             with torch.no_grad():
                 buffer.copy_((self.anchor[index] - local).mul_(begun.weight))

@@ -11,10 +11,10 @@ from typing import Any, Final, Self
 import torch
 
 from axon_ps import errors
-from axon_ps.data.elastic import Place
+from axon_ps.data.elastic import Coordinates
 from axon_ps.errors import AxonError, Disagreement, InvalidRequest
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit
-from axon_ps.parallel.fsdp.steps import Position, Standing
+from axon_ps.parallel.fsdp.steps import Position, StepStatus
 from axon_ps.parallel.fsdp.tensors.sent_gradients import SentGradients
 from axon_ps.parallel.wrapper import Uncopied
 from axon_ps.storage.checkpoint import FileEntry
@@ -71,13 +71,13 @@ class AbstractRuntime(Uncopied):
         """Make a step of the present gradients, and commit these values with it."""
         raise NotImplementedError
 
-    def standing(self) -> Standing:
-        """Return this worker's `Standing` in the next step, once all members are there."""
+    def step_status(self) -> StepStatus:
+        """Return this worker's `StepStatus` in the next step, once all members are there."""
         raise NotImplementedError
 
     @property
-    def place(self) -> Place:
-        """This worker's place among the members of the next step, as far as it knows."""
+    def coordinates(self) -> Coordinates:
+        """This worker's coordinates among the members of the next step, as far as it knows."""
         raise NotImplementedError
 
     @property

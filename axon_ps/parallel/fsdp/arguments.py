@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+from axon_ps.parallel.precision import MixedPrecision
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Policy, Synchronous
 
@@ -64,7 +64,7 @@ def checked(**given: Any) -> Arguments:
 
 
 def understood(name: str, value: Any) -> Any:
-    """Return one argument in its canonical form; errors as of `checked`."""
+    """Return one argument in its canonical form. It raises as `checked` does."""
     meaning, wanted = _TABLE[name]
     try:
         return meaning(value)

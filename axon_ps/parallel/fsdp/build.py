@@ -1,6 +1,6 @@
 """The parts of a wrapped model, by its strategy: first values, units, sources of parameters, the runtime.
 
-No other module knows which strategy takes which source and which runtime.
+Only this module knows the source and the runtime of each strategy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import nn
 from axon_ps.host import fork
 from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.ddp import replicas
-from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
@@ -28,6 +27,7 @@ from axon_ps.parallel.fsdp.server_runtime import ServerRuntime
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, NodeSource, ParameterSource, RemoteSource
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
 from axon_ps.parallel.fsdp.wrap import Wrapping
+from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.sharding.layout import Unit
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import world_of

@@ -52,13 +52,13 @@ from torch.utils.hooks import RemovableHandle
 
 from axon_ps.collectives import cuda
 from axon_ps.errors import AxonError, InternalError, InvalidRequest, Misuse, StepAborted
-from axon_ps.parallel.dtypes import scale_into
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.steps import Mapped, Position
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.tensors.outliving import Outliving, holders
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import become, own_grad, set_own_data, set_own_grad, states_of
 from axon_ps.parallel.fsdp.wrap import Slot, Tree, WrappedUnit, Wrapping, sparse_gradient
+from axon_ps.parallel.precision import scale_into
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -171,7 +171,7 @@ class FlatUnit:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Memory while it is unsharded: `flat`, and the buffer of the gather where there is one."""
+        """Memory while it is unsharded: `flat`, and the buffer of the gather if there is one."""
         return self.nbytes + (self.wire_bytes if self.source.buffered else 0)
 
     @property
@@ -402,7 +402,7 @@ class FlatUnit:
         self._staged = [None] * len(self.params)
 
     def pack_grads(self, out: torch.Tensor, scale: float) -> list[bool]:
-        """Take the gradients from the parameters: out: T[unit_numel] becomes `scale` times them, 0 where there is none.
+        """Take the gradients from the parameters: out: T[unit_numel] becomes `scale` times them, 0 if there is none.
 
         Those in device memory are assembled there, so that one copy goes to the host.
 

@@ -20,7 +20,6 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.checkpoints import buffers
-from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.fsdp import arguments, build, hooks, materialize, stats, wrap
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
@@ -34,6 +33,7 @@ from axon_ps.parallel.fsdp.strategy import (
 from axon_ps.parallel.fsdp.tensors.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.fsdp.values import ShardedValues
 from axon_ps.parallel.fsdp.wrap import Wrapping
+from axon_ps.parallel.precision import MixedPrecision
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
@@ -69,7 +69,7 @@ class FullyShardedDataParallel(ShardedValues):
         unit_types: module classes that become units, or one class.
         auto_wrap_policy: returns True for a module that becomes a unit; instead of `unit_types`. Torch's
             `ModuleWrapPolicy` and `transformer_auto_wrap_policy` are accepted, too.
-        ignored_parameters: parameters that stay what they are: each worker's own, not averaged.
+        ignored_parameters: parameters that stay unchanged: each worker's own, not averaged.
         intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
         param_init_fn: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
@@ -397,7 +397,7 @@ class FullyShardedDataParallel(ShardedValues):
         self._runtime.gather_all()
 
     def reshard_parameters(self) -> None:
-        """Free the memory of every parameter that the strategy reshards, and what was prefetched.
+        """Free the memory of every parameter that the strategy reshards, and of prefetched units.
 
         Raises:
             Misuse: a forward is under way.

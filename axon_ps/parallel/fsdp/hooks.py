@@ -42,7 +42,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def attach(runtime: Runtime, wrapper: nn.Module) -> None:
     """Register every hook of every unit. The root's forward is called by the wrapper itself.
 
-    Hooks of parameters end with `wrapper`: Python's garbage collector does not see what a tensor's hooks refer to.
+    Hooks of parameters end with `wrapper`: Python's garbage collector does not see the objects to which a tensor's
+    hooks refer.
     """
     for unit in runtime.units:
         if not unit.is_root:

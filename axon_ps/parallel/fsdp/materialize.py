@@ -1,8 +1,8 @@
-"""First values: from the user's module to the shard servers, one unit at a time, also when it is on the meta device.
+"""The upload of first values to the shard servers, one unit at a time, also of a module on the meta device.
 
 The values of the worker of lowest rank count, and the others' are dropped; the same holds for buffers
-(`checkpoints.buffers`). A worker whose own values differed logs it: it compares their digest with that of the worker
-that uploaded, which is in the job's key-value store.
+(`checkpoints.buffers`). A worker whose own values differed logs it: it compares their digest with the uploader's, which
+is in the job's key-value store.
 """
 
 from __future__ import annotations

@@ -40,12 +40,12 @@ class BufferPool:
     """Buffers for values on their way. Idle ones are pooled, for buffers as large or smaller, within the limit.
 
     Args:
-        limit_bytes: most bytes of buffers in use, for `wait_for_room` and `has_room`.
+        limit_bytes: most bytes of buffers in use, for `wait_for_capacity` and `has_capacity`.
         meter: counts the memory, idle buffers included.
         pinned: page-lock the buffers, for copies to and from a GPU.
         device: the device of the buffers; None = in host memory.
         make: gives memory for a buffer, u8[size]; None = torch does.
-        timeout_s: most seconds that `wait_for_room` waits. Users of buffers end by themselves before, when the
+        timeout_s: most seconds that `wait_for_capacity` waits. Users of buffers end by themselves before, when the
             membership changes or their own deadline passes.
     """
 
@@ -76,11 +76,11 @@ class BufferPool:
             self._limit_bytes = self._least_bytes + extra_bytes
             self._changed.notify_all()
 
-    def has_room(self, size_bytes: int) -> bool:
+    def has_capacity(self, size_bytes: int) -> bool:
         """Return True if a buffer of this size stays within the limit; one buffer always does."""
         return self._out_bytes == 0 or self._out_bytes + size_bytes <= self._limit_bytes
 
-    def wait_for_room(self, size_bytes: int, timeout_s: float = math.inf) -> None:
+    def wait_for_capacity(self, size_bytes: int, timeout_s: float = math.inf) -> None:
         """Block until a buffer of this size stays within the limit; another thread must be giving buffers back.
 
         Raises:
@@ -88,9 +88,9 @@ class BufferPool:
         """
         timeout_s = min(timeout_s, self._timeout_s)
         with self._changed:
-            if not self._changed.wait_for(lambda: self.has_room(size_bytes), timeout_s):
+            if not self._changed.wait_for(lambda: self.has_capacity(size_bytes), timeout_s):
                 raise Timeout(
-                    f"no room for {size_bytes} bytes after {timeout_s:g} s: {self._out_bytes} bytes are still "
+                    f"no buffer of {size_bytes} bytes is free after {timeout_s:g} s: {self._out_bytes} bytes are still "
                     f"under way, {self._limit_bytes} may be; the servers have not received what was sent before"
                 )
 

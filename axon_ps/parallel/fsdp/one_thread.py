@@ -24,7 +24,7 @@ class OneThread:
     """The thread that runs a model; see Note: [One thread].
 
     Args:
-        runtime: the model's runtime, which the stack of a thread that runs the model has as `runtime`.
+        runtime: the model's runtime; a thread that runs the model has it as `runtime` on its stack.
     """
 
     def __init__(self, runtime: object) -> None:

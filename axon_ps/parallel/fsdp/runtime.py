@@ -21,9 +21,9 @@ Note: [Backward that is broken off]
 Note: [Memory]
     Under FULL_SHARD the parameters in memory are the root, the unit in use and one more. The next unit is gathered
     while its memory and the memory in use stay within a budget. The budget is two of the largest unit and, if round
-    trips are long, the bytes that fill the connections to the servers for a round trip (`shard.client.line`). The units
-    that forward used last are the first that backward needs. They are not resharded in between if they fit, and so are
-    not gathered twice.
+    trips are long, the bytes that fill the connections to the servers for a round trip (`shard.client.line`). Backward
+    first needs the units that forward used last. They are not resharded in between if they fit, and so are not gathered
+    twice.
 
 Note: [One version a step]
     While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
@@ -62,7 +62,7 @@ from axon_ps.parallel.fsdp.tensors.saved_tensors import SavedParameter
 from axon_ps.parallel.fsdp.tensors.sent_gradients import SentGradients
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
 from axon_ps.parallel.fsdp.wrap import Wrapping
-from axon_ps.parallel.marks import Marks
+from axon_ps.parallel.markers import Markers
 from axon_ps.types import Hyper
 
 TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
@@ -97,7 +97,7 @@ class Runtime(AbstractRuntime):
         loss_scale: the factor of the loss; gradients are divided by it before they are pushed.
         syncing: True if gradients are pushed; False inside `no_sync()`.
         prefetched: True if a prefetch by hand is pending.
-        marks: the parts of its steps, for profilers and traces.
+        markers: the parts of its steps, for profilers and traces.
         optimizers: those of ours that make its steps.
         current: the optimizer of ours that was made last, which alone makes steps; None before there is one.
         moments_of: the version at which the optimizer's moments began.
@@ -154,7 +154,7 @@ class Runtime(AbstractRuntime):
         self.buffers: ModuleBuffers | None = None
         self.last_reason = ""
         self.sent = SentGradients()
-        self.marks = Marks()
+        self.markers = Markers()
         self.loss_scale = LossScale()
         self.prefetched = False
 
@@ -190,7 +190,7 @@ class Runtime(AbstractRuntime):
             self._orders[not self._training].restart()
             for other in self.units:  # a forward that raised may have left some behind
                 other.depth = 0
-            self.marks.begin("forward", in_profile=True)
+            self.markers.begin("forward", in_profile=True)
             self._read = self.now
             self._uses = [other.uses for other in self.units]
             if self._training and not (self.has_gradients or self._forwards):
@@ -212,7 +212,7 @@ class Runtime(AbstractRuntime):
             return
         check_unchanged(unit.flats)
         if unit.is_root:
-            self.marks.end("forward")
+            self.markers.end("forward")
         if not self._training:
             self._reshard(unit)
             if unit.is_root:
@@ -249,11 +249,11 @@ class Runtime(AbstractRuntime):
 
     def _needed_soon(self, unit: ModuleUnit, upcoming: Iterable[int]) -> bool:
         """Return True if the unit is among the upcoming ones that fit into the budget; see Note: [Memory]."""
-        room = self._budget_bytes
+        free_bytes = self._budget_bytes
         for number in dict.fromkeys(upcoming):
             other = self.units[number]
-            room -= 0 if other.is_root else sum(f.unsharded_bytes for f in other.flats)
-            if room < 0:
+            free_bytes -= 0 if other.is_root else sum(f.unsharded_bytes for f in other.flats)
+            if free_bytes < 0:
                 return False
             if other is unit:
                 return True
@@ -296,8 +296,8 @@ class Runtime(AbstractRuntime):
         """Begin a backward, unless it has begun; each of its first possible events calls this.
 
         Raises:
-            Misuse: the backward before was broken off, and its gradients were not dropped; or the loss has another
-                scale than that of the gradients that its own would be added to.
+            Misuse: the backward before was broken off, and its gradients were not dropped; or the loss and the
+            gradients present have different scales.
         """
         if self._callback_queued:
             return
@@ -311,7 +311,7 @@ class Runtime(AbstractRuntime):
         self.loss_scale.begin(adds=self.has_gradients)
         self._callback_queued = self._training = True
         self._makes_graph = torch.is_grad_enabled()
-        self.marks.begin("backward", in_profile=False)  # autograd's own thread may end it
+        self.markers.begin("backward", in_profile=False)  # autograd's own thread may end it
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     @property
@@ -331,11 +331,11 @@ class Runtime(AbstractRuntime):
             self._reshard(unit)
         self._finished.clear()
         self._orders[True].restart()
-        self.marks.end("backward")
+        self.markers.end("backward")
 
     @property
     def _is_partial(self) -> bool:
-        """True if a backward that was broken off now has left gradients that would count."""
+        """True if a backward, broken off now, has left gradients that would count."""
         return self.has_gradients
 
     def check_backward(self) -> None:
@@ -402,7 +402,7 @@ class Runtime(AbstractRuntime):
             self._gather_speculative(unit, flat)
 
     def _after_backward(self) -> None:
-        """End a backward: push what is left, reshard everything but modules whose forward is under way."""
+        """End a backward: push the remaining gradients, reshard all modules but those whose forward is under way."""
         self._callback_queued = False
         self._finished.clear()
         for unit in reversed(self.units):
@@ -417,7 +417,7 @@ class Runtime(AbstractRuntime):
             if not unit.depth:
                 self._free(unit)
         self._orders[True].finish()
-        self.marks.end("backward")
+        self.markers.end("backward")
 
     # ------------------------------------------------------------------ by hand
 
@@ -453,7 +453,7 @@ class Runtime(AbstractRuntime):
         self._free_finished(unit)
         self._orders[self._training].visit(unit.number)
         began = time.perf_counter()
-        with self.marks.within("gather wait", unit.name), ordinary_tensors():
+        with self.markers.within("gather wait", unit.name), ordinary_tensors():
             for flat in unit.flats:
                 flat.start_gather()
             for flat in unit.flats:
@@ -470,7 +470,7 @@ class Runtime(AbstractRuntime):
             for flat in [f for f in unit.flats if f.missing]:
                 if not unit.is_root and self._reshardable_bytes() + flat.gather_bytes > self._budget_bytes:
                     return
-                if not self.gather_buffers.has_room(flat.gather_bytes):
+                if not self.gather_buffers.has_capacity(flat.gather_bytes):
                     return
                 with ordinary_tensors():
                     flat.start_gather()

@@ -30,19 +30,19 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from axon_ps.data.elastic import Place
+from axon_ps.data.elastic import Coordinates
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
-from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, check_unchanged, release_held
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.one_thread import in_reentrant_checkpoint
 from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime
 from axon_ps.parallel.fsdp.sources import array_of
-from axon_ps.parallel.fsdp.steps import Pending, Position, Standing, Steps
+from axon_ps.parallel.fsdp.steps import Pending, Position, Steps, StepStatus
 from axon_ps.parallel.fsdp.wrap import Wrapping
-from axon_ps.parallel.marks import Marks, profiled
+from axon_ps.parallel.markers import Markers, profiled
+from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo, info_from_json, info_to_json
@@ -78,7 +78,7 @@ class ServerRuntime(Runtime):
     ) -> None:
         super().__init__(wrapping, units, gather_buffers)
         self._client = client
-        self.marks = Marks(client.trace)
+        self.markers = Markers(client.trace)
         self._steps: Steps = client if steps is None else steps
         self._grad_wire = wrapping.spec.precision.grad
         self._device = device
@@ -146,9 +146,9 @@ class ServerRuntime(Runtime):
         ticket = self._current_ticket()
         began = time.perf_counter()
         size_bytes = flat.unit.numel * self._grad_wire.itemsize
-        if not self._out.has_room(size_bytes):
-            with self.marks.within("push wait", flat.unit.name):
-                self._client.wait_for_room(ticket, partial(self._out.wait_for_room, size_bytes))
+        if not self._out.has_capacity(size_bytes):
+            with self.markers.within("push wait", flat.unit.name):
+                self._client.wait_for_capacity(ticket, partial(self._out.wait_for_capacity, size_bytes))
         self.counters.push_wait_s += time.perf_counter() - began
         buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
         weight = 1.0 / ticket.num_replicas if self.batch is None else self.batch.weight
@@ -247,21 +247,22 @@ class ServerRuntime(Runtime):
         """See `Runtime.committed`."""
         return self._client.view.committed
 
-    def standing(self) -> Standing:
-        """See `Runtime.standing`."""
+    def step_status(self) -> StepStatus:
+        """See `Runtime.step_status`."""
         view = self._client.view
         view.job.wait_complete()
         with view.job.changed:
-            return Standing(generation=view.membership.generation, place=self.place, committed=view.committed)
+            generation = view.membership.generation
+            return StepStatus(generation=generation, coordinates=self.coordinates, committed=view.committed)
 
     @property
-    def place(self) -> Place:
-        """See `Runtime.place`."""
+    def coordinates(self) -> Coordinates:
+        """See `Runtime.coordinates`."""
         view = self._client.view
         with view.job.changed:
             members, me = view.membership, view.me
         ranks = [m.rank for m in members.workers if m.replica == me.replica]
-        return Place(
+        return Coordinates(
             replica=me.replica, num_replicas=members.num_replicas, index=ranks.index(me.rank), workers=len(ranks)
         )
 

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.steps import Mapped, Pending, Position, ServerSteps, Steps, position_of
+from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.worker.steps.ticket import Ticket
@@ -159,7 +159,7 @@ class ParameterSource(ABC):
 
 
 class _GatheringSource(ParameterSource):
-    """A source that gathers through the object that makes the steps, into `flat` or into a buffer.
+    """A source that gathers through the steps, into `flat` or into a buffer.
 
     Args:
         steps: gathers.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from axon_ps.collectives.work import Awaited
-from axon_ps.data.elastic import Place
+from axon_ps.data.elastic import Coordinates
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerChange, OptimizerSpec
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
@@ -17,17 +17,17 @@ Position: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class StepStatus:
     """The facts by which samples are dealt; read at one moment.
 
     Attributes:
         generation: the generation of the members among whom they are dealt.
-        place: this worker's place among them.
+        coordinates: this worker's coordinates among them.
         committed: the newest values that were committed with steps of the model, by name.
     """
 
     generation: int
-    place: Place
+    coordinates: Coordinates
     committed: Mapping[str, str]
 
 

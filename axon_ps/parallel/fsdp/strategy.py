@@ -30,8 +30,8 @@ class ShardingStrategy(enum.Enum):
     NO_SHARD (DDP): every worker has all parameters, and the servers none. Gradients are averaged over the workers while
     backward runs, and are in `param.grad` after it; the step is that of a local optimizer, torch's or ours.
 
-    ZERO_1, ZERO_2, ZERO_3 are other names of these. ZeRO-1 shards nothing but the optimizer's state, which is on the
-    servers here in every strategy that uses them. SHARD_GRAD_OP comes closest, since parameters stay unsharded in it.
+    ZERO_1, ZERO_2, ZERO_3 are other names of these. ZeRO-1 shards only the optimizer's state. Here that is on the
+    servers in every strategy that uses them. SHARD_GRAD_OP comes closest, since parameters stay unsharded in it.
     A gradient is unsharded until it is sent, and is on no worker after that: for averages in `param.grad` use NO_SHARD.
     """
 
@@ -49,7 +49,7 @@ class CPUOffload(enum.Enum):
 
     NONE: nothing beyond the strategy. FULL_SHARD then gathers a unit from the servers twice a step.
 
-    PARAMS: a copy of the parameters in their wire dtype stays in host memory (pinned where there is a GPU). Under
+    PARAMS: a copy of the parameters in their wire dtype stays in host memory (pinned if there is a GPU). Under
     FULL_SHARD and SHARD_GRAD_OP backward gathers from it instead of the network, so that a step moves two units' worth
     for each unit and not three, frozen units are sent once, and nothing stays on the device between units. Under
     HYBRID_SHARD a worker's shard is on the host in any case. Under NO_SHARD the parameters and their gradients are on

@@ -20,10 +20,10 @@ from axon_ps.errors import CheckpointCorrupt, InvalidRequest, Misuse, StepAborte
 from axon_ps.parallel.checkpoints import own_state
 from axon_ps.parallel.checkpoints.buffers import ServedBuffers
 from axon_ps.parallel.counterpart import as_in_torch
-from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.runtime import TORN, Runtime
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
+from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.parallel.wrapper import ModuleWrapper, Uncopied
 from axon_ps.sharding.layout import Parameter
 from axon_ps.worker.checkpoints import CheckpointInfo
@@ -171,8 +171,8 @@ class ShardedValues(ModuleWrapper):
             del keys.missing_keys[module._missing :]  # torch went into the user's module, and found nothing there
 
         if not self._wrapping.replicated:
-            for place, child in self.module.named_modules():
-                child.register_load_state_dict_pre_hook(partial(_refuse_loading, name_in_states(place)))
+            for path, child in self.module.named_modules():
+                child.register_load_state_dict_pre_hook(partial(_refuse_loading, name_in_states(path)))
         self.module.register_state_dict_post_hook(_Fill(self))  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(end_of_loading)  # type: ignore[no-untyped-call]
 
@@ -191,8 +191,8 @@ class ShardedValues(ModuleWrapper):
             self.module.named_parameters(remove_duplicate=False),
             self.module.named_buffers(remove_duplicate=False),
         )
-        for place, own in itertools.chain(*members):
-            name = name_in_states(place)
+        for path, own in itertools.chain(*members):
+            name = name_in_states(path)
             if (key := prefix + name) in state and key not in keys:
                 state[key] = own.detach().to(self._buffer_dtypes.get(name, own.dtype), copy=True)
 
@@ -276,7 +276,7 @@ class ShardedValues(ModuleWrapper):
         return prepared[0]
 
     def _staying(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Return the values of all parameters, if some get no new value: the servers drop what they have."""
+        """Return the values of all parameters if some get no new one, since the servers drop all present values."""
         some_stay = any(value_of(p) is None for _, p in self._wrapping.spec.layout.parameters())
         return dict(self.full_parameters()) if some_stay else {}
 
@@ -468,15 +468,16 @@ class _Fill(Uncopied):
             found._fill(state, prefix)
 
 
-def _refuse_loading(place: str, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Refuse values that torch loads into a part of a wrapped model; what the wrapper loads has been taken out.
+def _refuse_loading(path: str, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse values that torch loads into a part of a wrapped model; the entries that the wrapper loads have been taken
+    out.
 
     Raises:
         Misuse: they would be loaded into sharded parameters.
     """
     names = [n for n, p in module._parameters.items() if hasattr(p, "_axon_home") and prefix + n in state_dict]
     if names:
-        full = f"{place}.{names[0]}" if place else names[0]
+        full = f"{path}.{names[0]}" if path else names[0]
         raise Misuse(
             f"load_state_dict() was called on a module inside the wrapped model, and the values of {full!r} are on the "
             "shard servers. Every worker calls load_state_dict() of the wrapped model, for some of its parameters with "

@@ -22,10 +22,10 @@ from torch import nn
 from axon_ps.collectives import cuda
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision, dtype_from_torch
 from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+from axon_ps.parallel.precision import TORCH_DTYPES, MixedPrecision, dtype_from_torch
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Parameter, Unit
 from axon_ps.types import WIRE_DTYPES, DType
@@ -187,8 +187,8 @@ class Tree:
         return "replaced" if name in self._names else "added"
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for place, param in self._module.named_parameters(remove_duplicate=False):
-            yield name_in_states(place), param
+        for path, param in self._module.named_parameters(remove_duplicate=False):
+            yield name_in_states(path), param
 
     def _take(self) -> None:
         held: list[Mapping[str, object]] = [
@@ -262,18 +262,18 @@ def partition(
         InvalidRequest: there is no parameter, or one of a dtype or kind that cannot be sharded.
     """
     owners = ["", *_unit_names(module, is_unit)]
-    places: dict[nn.Parameter, list[str]] = {}
-    for place, param in module.named_parameters(remove_duplicate=False):
+    paths: dict[nn.Parameter, list[str]] = {}
+    for path, param in module.named_parameters(remove_duplicate=False):
         if not any(param is other for other in ignored):
-            places.setdefault(param, []).append(place)
-    if not places:
+            paths.setdefault(param, []).append(path)
+    if not paths:
         raise InvalidRequest("the module has no parameters (beside those to be ignored); there is nothing to shard")
-    names = {param: [name_in_states(place) for place in found] for param, found in places.items()}
+    names = {param: [name_in_states(path) for path in found] for param, found in paths.items()}
     for param, (first, *_) in names.items():
         _check_parameter(param, first)
     members: dict[tuple[str, bool], list[nn.Parameter]] = {}
-    for param, aliases in places.items():
-        found = {_owner(place, owners) for place in aliases}
+    for param, aliases in paths.items():
+        found = {_owner(path, owners) for path in aliases}
         owner = found.pop() if len(found) == 1 else ""
         members.setdefault((owner, param.requires_grad), []).append(param)
     wrapped_units = []

@@ -94,7 +94,7 @@ class Channel:
         self._sent = False
 
     def expect(self, counts: Counter[Edge]) -> None:
-        """Set the number of messages that this rank will receive on each edge in the step that begins."""
+        """Set the number of messages that this rank will receive on each edge in the next step."""
         self._expected = Counter({e: n for e, n in counts.items() if not self._is_local(e)})
         for edge in self._expected:
             self._begin_receive(edge)

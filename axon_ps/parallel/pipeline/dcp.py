@@ -39,7 +39,7 @@ class OptimizerState:
     def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         names = pipeline.parameter_names()
-        self._places: list[tuple[str, nn.Parameter, dict[str, Any]]] = []
+        self._parameters: list[tuple[str, nn.Parameter, dict[str, Any]]] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in names:
@@ -47,13 +47,13 @@ class OptimizerState:
                         f"the optimizer has a parameter of shape {list(parameter.shape)} that the pipeline has not on "
                         "this rank; make it of pipeline.parameters()"
                     )
-                self._places.append((names[parameter], parameter, group))
+                self._parameters.append((names[parameter], parameter, group))
 
     def state_dict(self) -> dict[str, Any]:
         """Return, by parameter keys, the state, the names of its entries and the options of the parameter's group."""
         state: dict[str, dict[str, Any]] = {}
         options: dict[str, dict[str, Any]] = {}
-        for name, parameter, group in self._places:
+        for name, parameter, group in self._parameters:
             state.setdefault(name, dict(self._optimizer.state.get(parameter, {})))
             options.setdefault(name, {key: value for key, value in group.items() if key != "params"})
         return {"state": state, "entries": {name: sorted(of) for name, of in state.items()}, "options": options}
@@ -66,7 +66,7 @@ class OptimizerState:
 
         After an error: the state is undefined; load again, or go on from another checkpoint.
         """
-        for name, parameter, group in self._places:
+        for name, parameter, group in self._parameters:
             has, given = self._optimizer.state.get(parameter, {}), state_dict["entries"][name]
             if sorted(has) != given:
                 raise LayoutMismatch(

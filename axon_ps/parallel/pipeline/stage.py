@@ -8,7 +8,7 @@ Their shapes may differ from stage to stage and from microbatch to microbatch. I
 require a gradient are sent on, and no gradient comes back for them.
 
 Splitting backward (ZERO_BUBBLE) is PyTorch's: `torch.distributed.pipelining` runs the graph to the inputs first. For
-every weight it saves the gradients that reach the nodes where the weight's path leaves those of the inputs.
+every weight it saves the gradients at the nodes where the weight's path leaves the inputs' paths.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def as_tuple(output: Any, what: str = "a stage's output") -> Tensors:
 
 
 def _input_grads(inputs: Tensors) -> Tensors:
-    """Return the gradients of inputs that need one, with zeros for inputs that the stage leaves unused."""
+    """Return the gradients of inputs that need one, with zeros for unused inputs."""
     grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
     for x in inputs:
         x.grad = None

@@ -109,8 +109,8 @@ def find_ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
     Args:
         modules: of all stages, in order.
     """
-    places: dict[int, list[tuple[int, str]]] = {}
+    uses: dict[int, list[tuple[int, str]]] = {}
     for stage, module in enumerate(modules):
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((stage, name))
-    return tuple(tuple(found) for found in places.values() if len({stage for stage, _ in found}) > 1)
+            uses.setdefault(id(parameter), []).append((stage, name))
+    return tuple(tuple(found) for found in uses.values() if len({stage for stage, _ in found}) > 1)

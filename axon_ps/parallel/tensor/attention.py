@@ -233,7 +233,7 @@ class TensorParallelAttention(TensorParallelModule):
         """Return the full layer, on every rank, with `batch_first`, not causal by itself. Collective over the group.
 
         Raises:
-            InvalidRequest: it has fewer heads of keys than of queries, which that class does not support.
+            InvalidRequest: it has fewer heads of keys than of queries, and that class does not support this.
         """
         if self.num_key_value_heads != self.num_heads:
             raise InvalidRequest("nn.MultiheadAttention has no grouped queries; use full_state_dict()")

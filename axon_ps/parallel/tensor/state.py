@@ -52,7 +52,7 @@ def local_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, A
     """Return this rank's shard of a full state dict, for the `load_state_dict` of the model or of a wrapper of it.
 
     Args:
-        module: the model; knows what is sharded.
+        module: the model; knows which entries are sharded.
         state: the full state dict, under the names of `module`.
 
     Raises:

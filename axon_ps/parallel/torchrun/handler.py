@@ -5,9 +5,9 @@ and gives the workers the coordinator's address, so they join the job there.
 
 Note: [Whose death matters]
     With torch's c10d backend the state is at one agent, and all others end with it. Here it is at the coordinator,
-    which may have standbys. An agent that is silent for `keep_alive_interval` * `keep_alive_max_attempt` seconds is
-    taken out of the state by the others, which begin a new round as soon as their workers fail. In every round the
-    agent of rank 0 serves the workers' store anew: torch would give the others the address of the dead one.
+    which may have standbys. If an agent is silent for `keep_alive_interval` * `keep_alive_max_attempt` seconds, the
+    others take it out of the state. They begin a new round as soon as their workers fail. In every round the agent of
+    rank 0 serves the workers' store anew: torch would give the others the address of the dead one.
 """
 
 from __future__ import annotations

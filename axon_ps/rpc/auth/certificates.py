@@ -149,7 +149,7 @@ class PeerCertificate:
     Attributes:
         identity: the identity of its process; None = it has no SPIFFE ID.
         serial: its serial number, in hex.
-        process: the common name, if the job's authority issued it: an id that its successors have, too; else empty.
+        process: the common name, if the job's authority issued it, else empty; its successors have the same.
         expires_s: the end of its validity, in seconds since 1970.
         makes_itself: whether its process has the job's secret, and issued it itself.
     """

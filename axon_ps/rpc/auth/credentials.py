@@ -343,7 +343,7 @@ def _names_of(certificate: PeerCertificate) -> tuple[str, ...]:
 
 
 def _both(one: Credentials | None, other: Credentials | None) -> Credentials | None:
-    """Combine two credentials of a caller into those that allow the calls that both allow."""
+    """Combine two credentials of a caller: a call must be allowed by both."""
     if one is None or other is None:
         return one or other
     ranks = {rank for rank in (one.rank, other.rank) if rank is not None}

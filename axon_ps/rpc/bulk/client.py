@@ -25,14 +25,14 @@ from google.protobuf.message import DecodeError
 from axon_ps.errors import AxonError, ConfigurationError
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.auth.tls_contexts import client_context
-from axon_ps.rpc.bulk.connection import Buffer, Connection, Kind, Turn
+from axon_ps.rpc.bulk.connection import Buffer, Connection, FairLock, Kind
 from axon_ps.rpc.bulk.status import Status
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES, connected_ports, split_address
 from axon_ps.rpc.in_process import is_in_process
 from axon_ps.rpc.limits import max_bulk_calls
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.status import rpc_error
-from axon_ps.rpc.stream import EOF, Place, Stream
+from axon_ps.rpc.stream import EOF, Destination, Stream
 from axon_ps.wire.v1 import bulk_pb2
 
 CONNECT_S: Final = 2.0
@@ -68,7 +68,7 @@ class BulkCall:
         self._is_local = False
         self._hung_up = False
         self._unread: deque[memoryview] = deque()
-        self._receiving = Turn()
+        self._receiving = FairLock()
         self._callbacks: list[Callable[[Any], object]] = []
         self._cython_call = self  # `Stream` finds here a method of gRPC's that is not public
         connection.on_hangup(self._on_hangup)
@@ -80,11 +80,11 @@ class BulkCall:
     async def wait_for_connection(self) -> None:
         """Return at once: it is connected."""
 
-    async def read(self, place: Place | None = None) -> Any:
+    async def read(self, destination: Destination | None = None) -> Any:
         """Return the server's next message, or EOF; raises as gRPC does. Cancelling the reader cancels the call."""
         try:
             while not self._unread and self._status is None:
-                await self._receive(place)
+                await self._receive(destination)
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -150,12 +150,12 @@ class BulkCall:
         return self._ended().details
 
     async def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Return the metadata that came with the status of a call that has ended."""
+        """Return the metadata of the status of an ended call."""
         return self._ended().trailing
 
     # ------------------------------------------------------------------ inside
 
-    async def _receive(self, place: Place | None = None) -> None:
+    async def _receive(self, destination: Destination | None = None) -> None:
         """Receive a frame, or wait until another task has received one or ended the call."""
         if self._receiving.taken:
             await self._receiving.wait()
@@ -163,7 +163,7 @@ class BulkCall:
             return
         self._receiving.take()
         try:
-            kind, body = await self._connection.receive(place)
+            kind, body = await self._connection.receive(destination)
             status = Status.decode(body) if kind is Kind.STATUS else None
         except (OSError, DecodeError) as error:
             self.end(Status(grpc.StatusCode.UNAVAILABLE, f"Socket closed: {error}"))

@@ -24,7 +24,7 @@ import numpy as np
 
 from axon_ps.rpc.bulk import hangups
 from axon_ps.rpc.channels import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
-from axon_ps.rpc.stream import Place
+from axon_ps.rpc.stream import Destination
 
 LOW_WATER_BYTES: Final = 512 << 10
 """See Note: [Few wake-ups]."""
@@ -36,7 +36,7 @@ BUFFER_BYTES: Final = 4 << 10
 """Bytes that are read ahead, and copied once more, so that several small messages are read at once."""
 
 FIRST_BYTES: Final = 512
-"""Bytes of a large frame that `Place` gets: more than the header of any chunk that has a payload."""
+"""Bytes of a large frame that `Destination` gets: more than the header of any chunk that has a payload."""
 
 SILENCE_MS: Final = int(1000 * (KEEPALIVE_S + KEEPALIVE_TIMEOUT_S))
 """A connection is broken after so many ms in which the peer's machine acknowledged nothing, as with gRPC."""
@@ -63,12 +63,12 @@ class FrameError(ConnectionError):
     """The peer sends bytes that are not a frame of this protocol."""
 
 
-class Turn:
+class FairLock:
     """A fair lock of tasks, which costs next to nothing if no task waits. One event loop.
 
-        await turn.wait() if turn.taken else turn.take()
+        await lock.wait() if lock.taken else lock.take()
         try: ...
-        finally: turn.leave()
+        finally: lock.leave()
 
     Attributes:
         taken: whether a task has the lock.
@@ -137,7 +137,7 @@ class Connection:
         self._watched = False
         self._empty = False  # whether the socket was read empty, and the loop has not reported new bytes since
         self._waits = 0  # how often a task has waited for the socket
-        self._sending = Turn()
+        self._sending = FairLock()
         self._writers: set[asyncio.Future[None]] = set()
         self._hangups = hangups.of_this_loop()
 
@@ -162,11 +162,11 @@ class Connection:
         if isinstance(self._sock, ssl.SSLSocket):
             await self._attempt(self._sock.do_handshake)
 
-    async def receive(self, place: Place | None = None) -> tuple[Kind, memoryview]:
+    async def receive(self, destination: Destination | None = None) -> tuple[Kind, memoryview]:
         """Receive the next frame.
 
         Args:
-            place: returns the destination of a large frame, or of its end; then only the bytes before that are
+            destination: returns the destination of a large frame, or of its end; then only the bytes before that are
                 returned.
 
         Raises:
@@ -184,7 +184,7 @@ class Connection:
             )
         if size >= LARGE_BYTES:
             waits = self._waits
-            body = await self._receive_large(size, place)
+            body = await self._receive_large(size, destination)
             if self._waits == waits:
                 await asyncio.sleep(0)
         elif size <= self._end - self._begin:
@@ -258,10 +258,10 @@ class Connection:
 
     # ------------------------------------------------------------------ inside
 
-    async def _receive_large(self, size: int, place: Place | None) -> memoryview:
+    async def _receive_large(self, size: int, destination: Destination | None) -> memoryview:
         await self._read_more(FIRST_BYTES)
         first = memoryview(bytes(self._buffer[self._begin : self._begin + FIRST_BYTES]))
-        if place is not None and (found := place(first, size)) is not None:
+        if destination is not None and (found := destination(first, size)) is not None:
             start, target = found
             self._begin += start
             await self._fill(target)

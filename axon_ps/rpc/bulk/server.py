@@ -223,7 +223,7 @@ class _Call:
         return self._status is not None or self.hung_up
 
     async def read(self) -> Any:
-        """Return the client's next message, or EOF: also if the connection broke, which then cancels the call."""
+        """Return the client's next message, or EOF. A broken connection gives EOF, too, and cancels the call."""
         if self._half_closed:
             return EOF
         try:

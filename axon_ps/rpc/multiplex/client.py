@@ -65,14 +65,14 @@ class MultiplexedClient:
                 self._began.set()
                 for frame in frames.frames:
                     self._take(frame)
-            raise Broken(f"{self._stream.place} ended")
+            raise Broken(f"{self._stream.target} ended")
         except AxonError as error:
             if not isinstance(error, Closed):
                 # The error of the stream does not answer a call: for a call, its connection broke.
-                self._fail(error if isinstance(error, Broken) else Broken(f"{self._stream.place} has ended: {error}"))
+                self._fail(error if isinstance(error, Broken) else Broken(f"{self._stream.target} has ended: {error}"))
             raise
         finally:
-            self._fail(Broken(f"{self._stream.place} was closed"))
+            self._fail(Broken(f"{self._stream.target} was closed"))
             self._stream.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
@@ -110,7 +110,7 @@ class MultiplexedClient:
         """Forget a call that is over."""
         self._calls.pop(number, None)
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Refuse to send more to a peer that does not read.
 
         Raises:
@@ -122,7 +122,7 @@ class MultiplexedClient:
     def _begin(self, method: str, caller: Credentials | None, request: bytes | None) -> MultiplexedCall:
         if self._error is not None:
             raise again(self._error)
-        self.check_room()
+        self.check_capacity()
         call = MultiplexedCall(self, next(self._numbers), method)
         self._calls[call.number] = call
         who = None if caller is None else caller_to_proto(caller)
@@ -172,7 +172,7 @@ class MultiplexedCall:
             InvalidRequest: it is too large.
         """
         check_size(message, self.method, is_call=True)
-        self._client.check_room()
+        self._client.check_capacity()
         if not self._over:
             self._client.outbox.add(self.number, message, lazy=lazy)
 

@@ -41,7 +41,7 @@ class Outbox:
         self._indexes: dict[bytes, int] = {}  # of frames, by the message that waits
         self._last: dict[int, int] = {}  # by call, the index of its newest frame
         self._waiting_bytes = 0
-        self._due = asyncio.Event()
+        self._flush = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -67,8 +67,8 @@ class Outbox:
 
     async def take(self) -> Iterator[multiplex_pb2.Frames]:
         """Return the frames to be written now, as soon as there are some."""
-        await self._due.wait()
-        self._due.clear()
+        await self._flush.wait()
+        self._flush.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -91,9 +91,9 @@ class Outbox:
 
     def _wake(self, lazy: bool) -> None:
         if not lazy:
-            self._due.set()
+            self._flush.set()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LAZY_S, self._due.set)
+            self._timer = asyncio.get_running_loop().call_later(LAZY_S, self._flush.set)
 
 
 def _batches(frames: list[multiplex_pb2.Frame]) -> Iterator[multiplex_pb2.Frames]:

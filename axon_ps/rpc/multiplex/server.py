@@ -35,7 +35,7 @@ class MultiplexedServer:
         stream: the stream.
         handler: returns gRPC's handler of a method, by its name, for a caller; raises an `AxonError` when it may not
             be called.
-        caller: the process that has opened the stream, and makes the calls that name no other caller.
+        caller: the process that has opened the stream; calls without another caller are its own.
         revocations: the names that are revoked: calls of such callers are ended, and are not begun.
         on_id: called with the stream's id, if it has one; see `Frames.id`.
     """

@@ -41,7 +41,7 @@ class Values:
     units: tuple[Array, ...]
 
     def parameters(self) -> dict[str, Array]:
-        """Every parameter by its first name, in layout order: a read-only view in its shape."""
+        """Return every parameter by its first name, in layout order: a read-only view in its shape."""
         layout = self.spec.layout
         return {p.name: self.units[u][p.offset : p.end].reshape(p.shape) for u, p in layout.parameters()}
 

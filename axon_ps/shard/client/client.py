@@ -31,7 +31,7 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import together
 from axon_ps.shard.client import transfers
-from axon_ps.shard.client.line import SHORT_RTT_S, Turn, Turns
+from axon_ps.shard.client.line import SHORT_RTT_S, Permit, Permits
 from axon_ps.shard.client.received import Received
 from axon_ps.shard.client.retries import Retries
 from axon_ps.shard.client.transfers import Transfer, Transfers
@@ -91,14 +91,14 @@ class ShardGroup:
         retain_message_memory()
         self._peers = Peers(security, connections)
         self._same_host = SameHostServers(node)
-        self._gather_turns = Turns()
+        self._gather_permits = Permits()
         self._two_hosts = False  # True if all workers and all servers are on the same two hosts
         self._begin(Transfers())
 
     def _begin(self, transfers: Transfers) -> None:
         """Initialize the state of one model."""
         self._transfers = transfers
-        self._push_turns = Turns()  # a push may wait for other workers' pushes, and they may push another model first
+        self._push_permits = Permits()  # a push may wait for other workers' pushes, which may push another model first
         self._spec: JobSpec | None = None
         self._placement: Placement | None = None
         self._held: dict[tuple[Slice, int], Slice] = {}  # by (slice of the plan, index of the holder)
@@ -144,7 +144,8 @@ class ShardGroup:
         self._peers.wake()
 
     def _holder(self, s: Slice, index: int = 0) -> Slice:
-        """A slice with the server that holds it now: the primary, or another holder; the last if there are fewer."""
+        """Return a slice with the server that holds it now: the primary or another holder, the last if there are
+        fewer."""
         if (held := self._held.get((s, index))) is not None:
             return held
         assert self._spec is not None
@@ -193,7 +194,8 @@ class ShardGroup:
         return spec, [s for s in plan.slices[unit] if s.begin < end and s.end > begin], transfer
 
     def _context(self, context: MakeContext, span: Span | None) -> common_pb2.CallContext:
-        """The context of a call: caller, span, and placement. A server with an older placement first waits for it."""
+        """Return the context of a call: caller, span, placement. A server with an older placement first waits for
+        it."""
         made = context()
         if span is not None:
             made.traceparent = span.context.traceparent
@@ -286,8 +288,8 @@ class ShardGroup:
                 received=received,
             )
             pull = self._transfers.pull
-            async with self._turn(_GATHERS, _travels_bytes(t)) as turn:
-                calls = self._calls(slices, dataclasses.replace(t, turn=turn))
+            async with self._permit(_GATHERS, _travels_bytes(t)) as permit:
+                calls = self._calls(slices, dataclasses.replace(t, permit=permit))
                 versions = await together([self._retries.call(pull, _GATHERS, s, one) for s, one in calls])
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
@@ -299,8 +301,8 @@ class ShardGroup:
         """The bytes that should be in flight beyond those needed now, to keep a long line busy; see `line`."""
         return self._transfers.rate.in_flight_bytes(self._peers.longest_rtt_s)
 
-    def _turn(self, direction: int, size_bytes: int) -> AbstractAsyncContextManager[Turn]:
-        """The permit of a gather or push; granted at once if the servers are near.
+    def _permit(self, direction: int, size_bytes: int) -> AbstractAsyncContextManager[Permit]:
+        """Return the permit of a gather or push; granted at once if the servers are near.
 
         A push counts until its reply has arrived, a round trip after it was sent, so one more push is allowed in
         flight.
@@ -308,11 +310,11 @@ class ShardGroup:
         most_bytes = math.inf
         if self._peers.longest_rtt_s > SHORT_RTT_S:
             most_bytes = self.in_flight_bytes + (size_bytes if direction == _PUSHES else 0)
-        turns = self._push_turns if direction == _PUSHES else self._gather_turns
-        return turns.turn(size_bytes, most_bytes, _NOW)
+        permits = self._push_permits if direction == _PUSHES else self._gather_permits
+        return permits.request(size_bytes, most_bytes, _NOW)
 
     def _calls(self, slices: Sequence[Slice], t: Transfer) -> list[tuple[Slice, Transfer]]:
-        """The calls of a transfer: one per slice, or as many as fill a long line."""
+        """Return the calls of a transfer: one per slice, or as many as fill a long line."""
         calls: list[tuple[Slice, Transfer]] = []
         for s in slices:
             in_flight = self._transfers.rate.in_flight_bytes(self._peers.rtt_s(self._holder(s).server))
@@ -321,7 +323,7 @@ class ShardGroup:
         return calls
 
     def _opened(self, spec: JobSpec, unit: int) -> Received | None:
-        """The received state of a unit whose parameters are sent as differences; else None."""
+        """Return the received state of a unit whose parameters are sent as differences; else None."""
         if not spec.precision.differs:
             return None
         self._received.open(unit, spec.layout.units[unit].numel)
@@ -373,7 +375,8 @@ class ShardGroup:
         return known[1]
 
     def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
-        """True if elements [begin, end) of a unit are known to be on servers that memory is shared with. Any thread."""
+        """Return True if elements [begin, end) are known to be on servers that share memory with this one. Any
+        thread."""
         spec, placement = self._spec, self._placement
         if spec is None or placement is None or spec.precision.param_compression is not None:
             return False
@@ -446,9 +449,9 @@ class ShardGroup:
 
         in_order = self._two_hosts and self._peers.longest_rtt_s <= SHORT_RTT_S
         # otherwise without a permit: it may wait for another worker, which must not wait for calls behind it
-        turns = self._gather_turns.turn(_travels_bytes(t), IN_ORDER_BYTES, unit) if in_order else nullcontext()
-        async with turns as turn:
-            calls = self._calls(slices, dataclasses.replace(t, turn=turn))
+        permits = self._gather_permits.request(_travels_bytes(t), IN_ORDER_BYTES, unit) if in_order else nullcontext()
+        async with permits as permit:
+            calls = self._calls(slices, dataclasses.replace(t, permit=permit))
             return max(await together([pull(s, one) for s, one in calls]))
 
     async def reduce_scatter(
@@ -497,7 +500,7 @@ class ShardGroup:
         if how is not None and grad is not None:
             t = dataclasses.replace(t, residuals=self._feedback.open(unit, t.begin, t.end, step))
         push = self._transfers.push
-        async with self._turn(_PUSHES, _travels_bytes(t)):
+        async with self._permit(_PUSHES, _travels_bytes(t)):
             calls = self._calls(slices, t)
             await together([self._retries.call(push, _PUSHES, s, one, repeatable=False) for s, one in calls])
 
@@ -534,7 +537,7 @@ class ShardGroup:
         await together(calls)
 
     async def stats(self, server: int, *, context: MakeContext, timeout_s: float | None = 10.0) -> dict[str, float]:
-        """The counters of one shard server, as its `statistics()` returns them.
+        """Return the counters of one shard server, as its `statistics()` returns them.
 
         Raises:
             Unreachable: the server does not answer.
@@ -546,7 +549,7 @@ class ShardGroup:
         return dict(reply.values)
 
     def statistics(self) -> dict[str, float]:
-        """Counters: payload bytes and chunks in each direction, retries, digests that did not match, and memory.
+        """Return counters: payload bytes and chunks in each direction, retries, digests that did not match, and memory.
 
         Memory is that of residuals, and of the values that differences are added to.
         """
@@ -566,7 +569,7 @@ class ShardGroup:
 
 
 def _travels_bytes(t: Transfer) -> int:
-    """Bytes of a transfer's payloads; 0 without a gradient."""
+    """Return the bytes of a transfer's payloads; 0 without a gradient."""
     if t.array is None:
         return 0
     return t.compressor.compressed_bytes(t.end - t.begin) if t.compressor is not None else t.array.nbytes

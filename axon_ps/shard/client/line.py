@@ -15,9 +15,9 @@ for at most `QUEUE_S`, and 1.5 times the product on longer lines. *Measured*, 50
 
 A step with losses took twice as long.
 
-More in flight than that would do harm. Transfers that share a line all end late, also the transfer that is needed
-first, and then the line is idle for a round trip. So on a long line transfers begin in order, each once the rest of
-those before it no longer fills the line. The same holds for speculative gathers that share a network card with pushes
+More in flight than that would do harm. Transfers that share a line all end late, also the first one needed, and then
+the line is idle for a round trip. So on a long line transfers begin in order, each once the rest of those before it no
+longer fills the line. The same holds for speculative gathers that share a network card with pushes
 (`client.IN_ORDER_BYTES`).
 """
 
@@ -40,7 +40,7 @@ QUEUE_S = 0.05
 
 
 def filling_s(rtt_s: float) -> float:
-    """The amount that should be in flight on a line with this round trip, in seconds of its rate."""
+    """Return the amount that should be in flight on a line with this round trip, in seconds of its rate."""
     return rtt_s + max(rtt_s / 2, min(rtt_s, QUEUE_S))
 
 
@@ -71,11 +71,12 @@ class Rate:
             self._begin_s, self._bytes = now_s, 0
 
     def in_flight_bytes(self, rtt_s: float) -> int:
-        """The bytes that should be in flight beyond those needed now, for lines with this round trip in seconds."""
+        """Return the bytes that should be in flight beyond those needed now, for lines with this round trip
+        (seconds)."""
         return round(self._rate * filling_s(rtt_s)) if rtt_s > SHORT_RTT_S else 0
 
 
-class Turn:
+class Permit:
     """One transfer on the lines, with its bytes still in flight."""
 
     def __init__(self, size_bytes: int, done: Callable[[int], None]) -> None:
@@ -93,7 +94,7 @@ class Turn:
         self.moved(self._left_bytes)
 
 
-class Turns:
+class Permits:
     """The order of transfers in one direction. Everything runs on one event loop."""
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class Turns:
         self._under_way_bytes = 0
 
     @contextlib.asynccontextmanager
-    async def turn(self, size_bytes: int, most_bytes: float, order: int = 0) -> AsyncIterator[Turn]:
+    async def request(self, size_bytes: int, most_bytes: float, order: int = 0) -> AsyncIterator[Permit]:
         """Wait until at most `most_bytes` of other transfers are in flight; infinite = at once.
 
         The next of the waiting transfers is the first with the least `order`.
@@ -110,15 +111,15 @@ class Turns:
         begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (order, next(self._count), size_bytes, most_bytes, begins))
         self._go_on()
-        turn = Turn(size_bytes, self._moved)
+        permit = Permit(size_bytes, self._moved)
         try:
             await begins
-            yield turn
+            yield permit
         finally:
             if begins.cancelled():
                 self._go_on()  # the transfers behind it
             else:
-                turn.end()
+                permit.end()
 
     def _go_on(self) -> None:
         while self._waiting:

@@ -109,7 +109,7 @@ class Received:
                     self.add(unit, header, retained.payload, retained.compressor, chunk.epoch, header.version)
 
     def version(self, unit: int, begin: int, end: int, epoch: int | None) -> int | None:
-        """The oldest version of elements [begin, end); None if some are not known, or of another epoch.
+        """Return the oldest version of elements [begin, end); None if some are not known, or of another epoch.
 
         Args:
             unit: number of an open unit.
@@ -123,7 +123,7 @@ class Received:
         return min(c.version for c in chunks)
 
     def current(self, unit: int, begin: int, end: int, epoch: int, min_version: int) -> int | None:
-        """The version of elements [begin, end), if a gather can use it; None if they must be requested.
+        """Return the version of elements [begin, end), if a gather can use it; None if they must be requested.
 
         They are checked before they are used again.
 
@@ -149,11 +149,11 @@ class Received:
         return False
 
     def values(self, unit: int, begin: int, end: int) -> Array:
-        """f32[end - begin]: elements of an open unit; those of unknown chunks are arbitrary."""
+        """Return elements of an open unit, f32[end - begin]; those of unknown chunks are arbitrary."""
         return self._arrays[unit][begin:end]
 
     def find(self, unit: int, begin: int, end: int) -> _Chunk | None:
-        """The known state of a chunk."""
+        """Return the known state of a chunk."""
         chunk = self._chunks[unit].get(begin)
         return chunk if chunk is not None and chunk.end == end else None
 
@@ -224,7 +224,7 @@ class Received:
             del self._chunks[unit][first]
 
     def _within(self, unit: int, begin: int, end: int) -> list[_Chunk]:
-        """The chunks that are exactly elements [begin, end); empty if one is not known."""
+        """Return the chunks that are exactly elements [begin, end); empty if one is not known."""
         chunks, known = self._chunks.get(unit, {}), []
         while begin < end:
             chunk = chunks.get(begin)

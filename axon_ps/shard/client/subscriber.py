@@ -186,7 +186,7 @@ class ModelSubscriber:
 
     @staticmethod
     def _is_final(error: BaseException) -> bool:
-        """True if another attempt is useless. After `Closed` of a connection, a kind of `Misuse`, it is not."""
+        """Return True if another attempt is useless. After `Closed` of a connection, a kind of `Misuse`, it is not."""
         return isinstance(error, (PermissionDenied, Misuse)) and not isinstance(error, Closed)
 
     async def _incomplete(self, attempt: Assembly | None, error: BaseException) -> _Incomplete:
@@ -212,7 +212,7 @@ class ModelSubscriber:
             self.values = None
 
     def _owners(self, numbers: Iterable[int] | None) -> dict[int, list[int]]:
-        """The slices to be pulled from each server, by rank; None = all slices."""
+        """Return the slices to be pulled from each server, by rank; None = all slices."""
         assert self._model is not None
         assert self._model.placement is not None
         holders = self._model.placement.holders
@@ -304,11 +304,11 @@ class ModelSubscriber:
     async def _read(self, stream: Stream) -> tuple[common_pb2.Chunk, memoryview]:
         message = await stream.read()
         if message is EOF:
-            raise Broken(f"{stream.place} ended before everything had come")
+            raise Broken(f"{stream.target} ended before everything had come")
         return decode_chunk(message)
 
     async def _stream(self, rank: int) -> Stream:
-        """The open stream to a server; a new one if it has another address.
+        """Return the open stream to a server; a new one if it has another address.
 
         Raises:
             Broken: it is not a member.

@@ -37,7 +37,7 @@ from axon_ps.observe.tracing.span import Span
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.service import EOF, Stream, Stub
 from axon_ps.rpc.stream_pool import StreamPool
-from axon_ps.shard.client.line import Rate, Turn
+from axon_ps.shard.client.line import Permit, Rate
 from axon_ps.shard.client.received import Gathering, Received
 from axon_ps.shard.same_host import leases
 from axon_ps.shard.same_host.access import MAX_LEASED_BYTES, MIN_LEASED_BYTES, SameHostServers
@@ -98,7 +98,7 @@ class Transfer:
         resume: gradients: whether the server may have some of it already.
         residuals: compressed gradients: f32[end - begin] of earlier steps, and the destination for this step's.
         span: the span of the call, if it is traced.
-        turn: gathers: the permit, which counts the bytes received.
+        permit: gathers: the permit, which counts the bytes received.
     """
 
     begin: int
@@ -121,10 +121,10 @@ class Transfer:
     resume: bool = False
     residuals: tuple[Array, Array] | None = None
     span: Span | None = None
-    turn: Turn | None = None
+    permit: Permit | None = None
 
     async def peer(self, s: Slice, stub: Stub) -> HostPeer | None:
-        """The server that owns a slice, if memory is shared with it and payloads may be leased."""
+        """Return the server that owns a slice, if memory is shared with it and payloads may be leased."""
         if self.same_host is None or self.socket_only or self.compressor is not None:
             return None
         return await self.same_host.access(s.server, stub, self.context)
@@ -150,7 +150,7 @@ class Transfer:
             )
 
     def gathering(self, s: Slice) -> Gathering | None:
-        """The gather of the part in a slice, if parameters are sent as differences; else None.
+        """Return the gather of the part in a slice, if parameters are sent as differences; else None.
 
         Raises:
             StepAborted: speculative, and there is nothing that differences could be added to.
@@ -175,7 +175,7 @@ class Transfer:
         )
 
     def payload(self, begin: int, end: int) -> Array:
-        """Elements [begin, end) in their form on the wire; the same in every call, so that a stream may be resumed."""
+        """Return elements [begin, end) as on the wire: the same in every call, so that a stream may be resumed."""
         assert self.array is not None
         cut = slice(begin - self.begin, end - self.begin)
         if self.compressor is None:
@@ -266,8 +266,8 @@ class Transfers:
                 position += header.numel
                 self.counters["chunks_in"] += 1
                 self.counters["bytes_in"] += size_bytes
-                if t.turn is not None:
-                    t.turn.moved(size_bytes)
+                if t.permit is not None:
+                    t.permit.moved(size_bytes)
                 if t.span is not None:
                     t.span.add("bytes", size_bytes)
         if mixed and t.one_version:
@@ -277,7 +277,7 @@ class Transfers:
         return version
 
     async def locate(self, stub: Stub, s: Slice, t: Transfer) -> Array | None:
-        """The segment, u8[...], that holds all of `s`, once it is at the version; None if it must be gathered.
+        """Return the segment, u8[...], that holds all of `s`, once it is at the version; None if it must be gathered.
 
         Raises:
             Broken: the stream ended early.
@@ -311,7 +311,7 @@ class Transfers:
             return None
 
     async def push(self, stub: Stub, s: Slice, t: Transfer) -> None:
-        """Send the part of the range that lies in `s`; to `resume`, only what the server lacks.
+        """Send the part of the range that lies in `s`; to `resume`, only the chunks that the server lacks.
 
         Raises:
             GenerationChanged: the step is lost.
@@ -369,7 +369,7 @@ class Transfers:
 
     @staticmethod
     def _may_lease(peer: HostPeer, payload: Array) -> bool:
-        """True if a payload can be leased from shared memory; else it is sent."""
+        """Return True if a payload can be leased from shared memory; else it is sent."""
         return payload.nbytes >= MIN_LEASED_BYTES and leases.grant(peer, payload) is not None
 
     async def _send(
@@ -392,7 +392,7 @@ class Transfers:
             if peer is not None:
                 lease = leases.grant(peer, payload)
                 if lease is None:
-                    raise Broken(f"memory is shared with {stream.place} no more")
+                    raise Broken(f"memory is shared with {stream.target} no more")
                 header.lease.CopyFrom(lease)
                 await stream.write(encode_chunk(header, None))
                 header.ClearField("lease")
@@ -422,18 +422,18 @@ def _memory_of(t: Transfer) -> Callable[[common_pb2.Chunk, int], memoryview | No
 
 
 async def _read(stream: Stream, target: Target[common_pb2.Chunk] | None = None) -> Any:
-    """The next message of a gather."""
+    """Return the next message of a gather."""
     message = await stream.read(target)
     if message is EOF:
-        raise Broken(f"{stream.place} ended before everything had come")
+        raise Broken(f"{stream.target} ended before everything had come")
     return message
 
 
 async def _reply(stream: Stream) -> Any:
-    """The reply of the server."""
+    """Return the reply of the server."""
     reply = await stream.read()
     if reply is EOF:
-        raise Broken(f"{stream.place} ended without a reply")
+        raise Broken(f"{stream.target} ended without a reply")
     return reply
 
 
@@ -502,7 +502,7 @@ def warm_up() -> None:
 
 
 def _full_chunks(s: Slice, t: Transfer) -> tuple[int, int]:
-    """The part of the range that lies in `s`, extended to full chunks."""
+    """Return the part of the range that lies in `s`, extended to full chunks."""
     begin, end = max(s.begin, t.begin), min(s.end, t.end)
     first = (begin - s.begin) // t.chunk_numel
     last = -(-(end - s.begin) // t.chunk_numel)

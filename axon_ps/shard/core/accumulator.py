@@ -145,12 +145,12 @@ class Accumulator:
             self.missing -= 1
         return []
 
-    def queue(self, index: int, turn: int, grad: Array | None, limit: QueueLimit, *, borrowed: bool) -> bool:
+    def queue(self, index: int, order: int, grad: Array | None, limit: QueueLimit, *, borrowed: bool) -> bool:
         """Keep a gradient of chunk `index` until `add_queued`; returns False if memory for it is lacking.
 
         Args:
             index: number of the chunk.
-            turn: number of replicas to be added before this one.
+            order: number of replicas to be added before this one.
             grad: as for `add`.
             limit: the server's limit.
             borrowed: `grad` is in the sender's memory.
@@ -163,16 +163,16 @@ class Accumulator:
             if self._compressor is not None:
                 begin, end = self._chunks.bounds[index]
                 self._compressor.check(grad, end - begin)
-        return self.queued.put(index, turn, grad, limit, borrowed=borrowed)
+        return self.queued.put(index, order, grad, limit, borrowed=borrowed)
 
     def add_queued(self, index: int, replicas: int) -> list[Corruption]:
         """Add the queued gradients of chunk `index` that are next in order, of `replicas` in all. Returns as `add`."""
-        while (index, turn := self.summed[index]) in self.queued:
-            grad, intact = self.queued.take(index, turn)
+        while (index, order := self.summed[index]) in self.queued:
+            grad, intact = self.queued.take(index, order)
             if not intact:
                 self.spoiled = True
                 return [Corruption(GRADIENT, self._chunks.unit, *self._chunks.bounds[index])]
-            if found := self.add(index, grad, last=turn == replicas - 1):
+            if found := self.add(index, grad, last=order == replicas - 1):
                 return found
         return []
 
@@ -212,14 +212,14 @@ class Accumulator:
         return found
 
     def digest(self, index: int) -> int:
-        """The digest of the sum of chunk `index`, if it has one."""
+        """Return the digest of the sum of chunk `index`, if it has one."""
         return self.digests.sum_of(self._chunks.blocks_of(index, index + 1))
 
     def _record(self, index: int) -> None:
         self.digests.record(self.array.view(np.uint32), self._chunks.blocks_of(index, index + 1))
 
     def is_complete(self, index: int, replicas: int) -> bool:
-        """True if chunk `index` has the gradients of all `replicas` replicas."""
+        """Return True if chunk `index` has the gradients of all `replicas` replicas."""
         return replicas > 0 and self.summed[index] == replicas
 
     def set(self, index: int, total: Array | None, replicas: int, digest: int | None = None) -> None:

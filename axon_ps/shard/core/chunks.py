@@ -54,7 +54,7 @@ class Chunks:
         return self.end - self.begin
 
     def run(self, first: int, last: int) -> slice:
-        """The range of chunks [first, last) in arrays of the slice."""
+        """Return the range of chunks [first, last) in arrays of the slice."""
         return slice(self.ranges[first].start, self.ranges[last - 1].stop)
 
     def header(self, first: int, last: int, version: int, dtype: DType) -> common_pb2.Chunk:
@@ -65,11 +65,11 @@ class Chunks:
         )
 
     def blocks_of(self, first: int, last: int) -> range:
-        """The numbers of the blocks of chunks [first, last)."""
+        """Return the numbers of the blocks of chunks [first, last)."""
         return range(self._first_blocks[first], self._first_blocks[last])
 
     def index_of(self, offset: int) -> int:
-        """The number of the chunk that begins at `offset` of the unit.
+        """Return the number of the chunk that begins at `offset` of the unit.
 
         Raises:
             InvalidRequest: no chunk of this slice begins there.
@@ -83,7 +83,7 @@ class Chunks:
         return index
 
     def range_of(self, begin: int, end: int) -> tuple[int, int]:
-        """The numbers (first, one past the last) of the chunks that cover elements [begin, end) of the unit.
+        """Return the numbers (first, one past the last) of the chunks that cover elements [begin, end) of the unit.
 
         Raises:
             InvalidRequest: the range is empty or does not begin and end where chunks do.

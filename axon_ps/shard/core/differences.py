@@ -143,7 +143,7 @@ class SentValues:
         return False
 
     def _compressed(self, values: Array, sent: Array, scratch: Array) -> tuple[Array, Array]:
-        """The difference f32[c] and its compressed form, both in `scratch`."""
+        """Return the difference f32[c] and its compressed form, both in `scratch`."""
         difference = scratch[: 4 * values.size].view(np.float32)
         begin = 4 * self._chunks.chunk_numel
         payload = scratch[begin : begin + self._compressor.compressed_bytes(values.size)]
@@ -162,7 +162,7 @@ def _digest(values: Array) -> int:
 
 
 def difference_scratch(chunk_numel: int, compressor: Compressor) -> Array:
-    """A buffer, u8[...], for the difference of a chunk and its compressed form."""
+    """Return a buffer, u8[...], for the difference of a chunk and its compressed form."""
     return np.empty(4 * chunk_numel + compressor.compressed_bytes(chunk_numel), np.uint8)
 
 

@@ -98,7 +98,7 @@ class ArrayDigests:
         return digest(bits, at.start, at.stop)
 
     def sum_of(self, blocks: range) -> int:
-        """The digest of neighbouring blocks."""
+        """Return the digest of neighbouring blocks."""
         return int(self._recorded[blocks.start : blocks.stop].sum(dtype=np.uint64))
 
     @property

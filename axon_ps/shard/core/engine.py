@@ -36,7 +36,7 @@ from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.core.slices import OwnedSlice, OwnedSlices
 from axon_ps.shard.core.updater import Updater
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.placement import Placement, Server, place
+from axon_ps.sharding.placement import Placement, Server, new_placement
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome
 
@@ -86,7 +86,7 @@ class ShardEngine:
         return self.spec is not None
 
     def unit_name(self, unit: int) -> str:
-        """The layout's name of a unit."""
+        """Return the layout's name of a unit."""
         return f"unit {unit}" if self.spec is None else self.spec.layout.name_of(unit)
 
     def make(self, spec: JobSpec, placement: Placement, server: int) -> list[OwnedSlice]:
@@ -126,11 +126,13 @@ class ShardEngine:
         self.slices.configure(spec, num_cuts)
         self.spec, self.precision = spec, spec.precision
         self.gradients.configure(spec)
-        placement = placement or place(spec.plan(num_cuts), [Server(rank) for rank in range(num_cuts)], 1)
-        self.place(placement, server, made)
+        placement = placement or new_placement(spec.plan(num_cuts), [Server(rank) for rank in range(num_cuts)], 1)
+        self.set_placement(placement, server, made)
         self.set_replicas(self.gradients.num_replicas)
 
-    def place(self, placement: Placement, server: int, made: list[OwnedSlice] | None = None) -> list[OwnedSlice]:
+    def set_placement(
+        self, placement: Placement, server: int, made: list[OwnedSlice] | None = None
+    ) -> list[OwnedSlice]:
         """Hold the slices that a placement gives to `server`; returns the removed ones, to be closed once not applied.
 
         Args:
@@ -141,7 +143,7 @@ class ShardEngine:
         assert self.spec is not None
         added = self.make(self.spec, placement, server) if made is None else made
         self.placement = placement
-        removed = self.slices.place(placement, server, added)
+        removed = self.slices.set_placement(placement, server, added)
         for owned in added:
             owned.reached = self.version
         self.gradients.recount()
@@ -219,7 +221,7 @@ class ShardEngine:
 
         Args:
             version: committed steps of the checkpoint.
-            optimizer: the one whose moments came with it; None when there were none.
+            optimizer: the optimizer of the moments in it; None if it has none.
         """
         self.version = version
         self._restored = optimizer
@@ -296,11 +298,11 @@ class ShardEngine:
         return self._commit(decision, accumulator)
 
     def _drop(self, decision: Decision) -> None:
-        """Skip or abort a step; a decision without a `turn` ends every attempt under way."""
+        """Skip or abort a step; a decision without a `replica_clock` ends every attempt under way."""
         self.step = decision.step + 1
         skipped = decision.outcome is Outcome.SKIP
         self.counters["steps_skipped" if skipped else "steps_aborted"] += 1
-        if decision.turn is None and self.gradients.asynchronous:
+        if decision.replica_clock is None and self.gradients.asynchronous:
             self.set_replicas(self.gradients.num_replicas)
             return
         self._expected = None
@@ -350,14 +352,14 @@ class ShardEngine:
         self.counters["steps_committed"] += 1
 
     def scratch(self, chunks: int = 1) -> Array:
-        """A buffer for a thread that applies at most `chunks` chunks at once; see `WireCopy.scratch`."""
+        """Return a buffer for a thread that applies at most `chunks` chunks at once; see `WireCopy.scratch`."""
         any_slice = next(iter(self.slices.values()), None)
         return np.empty(0, np.uint8) if any_slice is None else any_slice.wire.scratch(chunks)
 
     def prepare_chunk(
         self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], scratch: Array
     ) -> bytes | None:
-        """The frame of a chunk if `step` commits unclipped with `hypers`; None = not known yet, wait.
+        """Return the frame of a chunk if `step` commits unclipped with `hypers`; None = not known yet, wait.
 
         See `shard.core.speculative`, Note: [Speculative update].
 
@@ -406,7 +408,7 @@ class ShardEngine:
         return frame
 
     def mappable(self, owned: OwnedSlice) -> bool:
-        """True if workers of this host may map the wire copy of a slice, which must be all of its unit.
+        """Return True if workers of this host may map the wire copy of a slice, which must be all of its unit.
 
         See `shard.same_host.shared_copy`, Note: [When a mapped unit may change].
         """
@@ -415,7 +417,7 @@ class ShardEngine:
         return owns_unit and not self.gradients.asynchronous and not owned.wire.compressed
 
     def digests(self) -> dict[int, int]:
-        """The digests of the slices that other servers hold, too, by number, as far as they are known.
+        """Return the digests of the slices that other servers hold, too, by number, as far as they are known.
 
         Empty if replicas step asynchronously: servers then report on an attempt at different versions.
         """
@@ -426,7 +428,7 @@ class ShardEngine:
     # ------------------------------------------------------------------ what is going on
 
     def statistics(self) -> dict[str, float]:
-        """Counters and sizes by name.
+        """Return counters and sizes by name.
 
         They are: streams and bytes in and out, encodings, duplicates, waits, steps by outcome; payload bytes of sums
         forwarded to backups and received from primaries, and of slices copied; versions published to subscribers,

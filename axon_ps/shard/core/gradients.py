@@ -153,7 +153,7 @@ class GradientSums:
         if grad is not None and dtype is not self.dtype:
             raise InvalidRequest(f"a gradient chunk travels as {dtype.value}; the job's is {self.dtype.value}")
         index = owned.chunks.index_of(offset)
-        number, turn = self._place(replica)
+        number, order = self._order_of(replica)
         attempt, accumulator = self.attempts[number], owned.accumulators[number]
         if step != attempt.step:
             return self._other_step(step, attempt)
@@ -163,19 +163,19 @@ class GradientSums:
                 "primary"
             )
         summed = accumulator.summed[index]
-        if summed > turn or (index, turn) in accumulator.queued:
+        if summed > order or (index, order) in accumulator.queued:
             self._counters["duplicates"] += 1
             return Push.DUPLICATE
         if not owned.accepts(number):
             self._counters["waits"] += 1
             return Push.WAIT
-        if turn and accumulator.spoiled:
+        if order and accumulator.spoiled:
             return Push.WAIT  # until the next generation, which sums all gradients again
-        if summed < turn:
-            done = accumulator.queue(index, turn, grad, self._limit, borrowed=borrowed)
+        if summed < order:
+            done = accumulator.queue(index, order, grad, self._limit, borrowed=borrowed)
             self._counters["queued" if done else "waits"] += 1
             return Push.QUEUED if done else Push.WAIT
-        found = accumulator.add(index, grad, last=turn == attempt.replicas - 1)
+        found = accumulator.add(index, grad, last=order == attempt.replicas - 1)
         owned.corruptions += found or accumulator.add_queued(index, attempt.replicas)
         if found:
             return Push.WAIT
@@ -238,8 +238,8 @@ class GradientSums:
         for number, attempt in enumerate(self.attempts):
             attempt.missing = self._count_missing(number)
 
-    def _place(self, replica: int) -> tuple[int, int]:
-        """Return (accumulator, turn) of a replica: the index of its accumulator, and the replicas added before it."""
+    def _order_of(self, replica: int) -> tuple[int, int]:
+        """Return (accumulator, order) of a replica: the index of its accumulator, and the replicas added before it."""
         return (replica, 0) if self.asynchronous else (0, replica)
 
     def _other_step(self, step: int, attempt: Attempt) -> Push:
@@ -252,7 +252,7 @@ class GradientSums:
         raise StepAborted(f"step {step} is over and did not commit; the current step is {attempt.step}")
 
     def resume_offset(self, step: int, unit: int, begin: int, replica: int) -> int:
-        """The first element from which a replica's chunks of this slice are missing; the slice's end if none is.
+        """Return the first element from which a replica's chunks of this slice are missing; the slice's end if none is.
 
         Args:
             step: the step attempt.
@@ -267,26 +267,26 @@ class GradientSums:
         """
         owned = self._slices.of(unit, begin)
         first = owned.chunks.index_of(begin)
-        number, turn = self._place(replica)
+        number, order = self._order_of(replica)
         if not 0 <= number < len(self.attempts) or step != self.attempts[number].step:
             return begin  # `push` decides the fate of its chunks
         accumulator = owned.accumulators[number]
         for index, (offset, _) in enumerate(owned.chunks.bounds[first:], first):
-            if accumulator.summed[index] <= turn and (index, turn) not in accumulator.queued:
+            if accumulator.summed[index] <= order and (index, order) not in accumulator.queued:
                 return offset
         return owned.chunks.end
 
     # ------------------------------------------------------------------ attempts
 
     def accumulator_of(self, replica: int) -> int:
-        """The index of the accumulator that a replica's gradients are added to."""
-        return self._place(replica)[0]
+        """Return the index of the accumulator that a replica's gradients are added to."""
+        return self._order_of(replica)[0]
 
-    def turn_of(self, unit: int, offset: int, replica: int) -> tuple[OwnedSlice, int, bool]:
+    def next_in_order(self, unit: int, offset: int, replica: int) -> tuple[OwnedSlice, int, bool]:
         """Return (slice, replica next in order, whether all were added) of a chunk in the accumulator of a replica."""
         owned, number = self._slices.of(unit, offset), self.accumulator_of(replica)
-        turn = owned.accumulators[number].summed[owned.chunks.index_of(offset)]
-        return owned, turn, turn == self.attempts[number].replicas
+        order = owned.accumulators[number].summed[owned.chunks.index_of(offset)]
+        return owned, order, order == self.attempts[number].replicas
 
     def complete(self) -> Iterator[tuple[int, int]]:
         """Yield every attempt that has all its gradients, as (replica, step); replica is 0 if all step together."""
@@ -295,14 +295,14 @@ class GradientSums:
                 yield number, attempt.step
 
     def ready(self, replica: int = 0) -> tuple[float, ...] | None:
-        """The sum of squares of each primary slice here, in order, once every chunk has every replica; None before.
+        """Return the sum of squares of each primary slice here, in order; None until every chunk has every replica.
 
         A server without trainable slices has nothing to sum and is never asked; the result is None.
 
         Args:
             replica: the replica of the attempt, if replicas step asynchronously.
         """
-        number, _ = self._place(replica)
+        number, _ = self._order_of(replica)
         if self.attempts[number].missing or self.num_replicas == 0:
             return None
         trainable = [s for s in self._slices.values() if s.trainable]
@@ -314,7 +314,7 @@ class GradientSums:
         return tuple(math.fsum(x) if all(map(math.isfinite, x)) else math.nan for x in squares)
 
     def decided(self, decision: Decision) -> tuple[int, bool]:
-        """The accumulator that a decision is about, and whether it names the attempt under way there."""
+        """Return the accumulator that a decision is about, and whether it names the attempt under way there."""
         number, step = self._name(decision)
         return number, step == self.attempts[number].step
 
@@ -343,7 +343,8 @@ class GradientSums:
 
     def _name(self, decision: Decision) -> tuple[int, int]:
         """Return (accumulator, step) of the attempt that a decision is about."""
-        number, step = (0, decision.step) if decision.turn is None else (decision.turn.replica, decision.turn.clock)
+        of = decision.replica_clock
+        number, step = (0, decision.step) if of is None else (of.replica, of.clock)
         if number >= len(self.attempts):
             raise InvalidRequest(f"a decision is on replica {number}'s attempt; there are {len(self.attempts)} here")
         return number, step

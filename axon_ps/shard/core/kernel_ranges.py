@@ -32,7 +32,7 @@ class KernelRange:
 
 
 def kernel_ranges(unit: Unit, groups: Sequence[int], updates: Sequence[int]) -> tuple[KernelRange, ...]:
-    """The ranges of a unit; neighbours that share group and update count are joined.
+    """Return the ranges of a unit; neighbours that share group and update count are joined.
 
     Args:
         unit: its parameters.
@@ -49,7 +49,7 @@ def kernel_ranges(unit: Unit, groups: Sequence[int], updates: Sequence[int]) -> 
 
 
 def cut(ranges: Sequence[KernelRange], begin: int, end: int) -> tuple[KernelRange, ...]:
-    """The parts of `ranges` (ascending, gapless) that lie in elements [begin, end) of the unit."""
+    """Return the parts of `ranges` (ascending, gapless) that lie in elements [begin, end) of the unit."""
     first = bisect_right(ranges, begin, key=lambda r: r.begin) - 1
     found: list[KernelRange] = []
     for r in ranges[first:]:

@@ -110,7 +110,7 @@ class Master:
         self.updates = 0
 
     def parameter_updates(self) -> tuple[int, ...]:
-        """The number of updates of each parameter of the unit (torch's `step`)."""
+        """Return the number of updates of each parameter of the unit (torch's `step`)."""
         return tuple(
             before + self.updates if group >= 0 else before  # a parameter in no group stays at its count
             for before, group in zip(self._updates_before, self._groups, strict=True)
@@ -150,7 +150,7 @@ class Master:
         self.state = state
 
     def arrays(self) -> dict[str, Array]:
-        """Values and moments by name, f32[slice_numel] each."""
+        """Return the values and moments by name, f32[slice_numel] each."""
         return {PARAM: self.values, **self.state}
 
     def digests_of(self, arrays: Mapping[str, Array]) -> SliceDigests:
@@ -160,11 +160,11 @@ class Master:
         return digests
 
     def leaves(self, untouched: Collection[int]) -> bool:
-        """True if one of these parameters, by number in the layout, is in this unit."""
+        """Return True if one of these parameters, by number in the layout, is in this unit."""
         return any(0 <= number - self._first_parameter < len(self._unit.parameters) for number in untouched)
 
     def begin_update(self, update: Update) -> None:
-        """Prepare an update of every chunk: parameters that it leaves untouched are in no group meanwhile."""
+        """Prepare an update of every chunk: parameters that it leaves untouched are not in any group meanwhile."""
         if self.leaves(update.untouched):
             moved = [-1 if n in update.untouched else g for n, g in enumerate(self._groups, self._first_parameter)]
             self._ranges = kernel_ranges(self._unit, moved, self._updates_before)

@@ -120,7 +120,7 @@ class ServedParameters:
     # ------------------------------------------------------------------ what is served
 
     def available(self, unit: int, begin: int, min_version: int) -> bool:
-        """True if the slice of `unit` with element `begin` can be served at `min_version` or later.
+        """Return True if the slice of `unit` with element `begin` can be served at `min_version` or later.
 
         The version of a frozen unit is that of its last copy.
 
@@ -133,7 +133,7 @@ class ServedParameters:
         return has_values and not self._restoring and owned.reached >= min_version
 
     def frames(self, unit: int, begin: int, end: int) -> tuple[bytes, ...]:
-        """The encoded chunks of elements [begin, end) of a unit in the job's wire dtype, all of one version.
+        """Return the encoded chunks of elements [begin, end) of a unit in the job's wire dtype, all of one version.
 
         Raises:
             InvalidRequest: the range does not begin and end where chunks of this server do.
@@ -145,7 +145,7 @@ class ServedParameters:
         return frames if last - first == len(frames) else frames[first:last]
 
     def since(self, unit: int, begin: int, end: int, version: int | None) -> tuple[bytes, ...]:
-        """The messages that update a worker from a version to that of a slice, if parameters are sent as differences.
+        """Return the messages that update a worker to a slice's version, if parameters are sent as differences.
 
         Args:
             unit: number of the unit.
@@ -169,7 +169,8 @@ class ServedParameters:
         return (owned.full_frame(first, last, absent=True),)
 
     def full(self, owned: OwnedSlice, index: int) -> bytes:
-        """All values of one chunk if parameters are sent as differences. Only while the slice is not `applying`."""
+        """Return all values of a chunk if parameters are sent as differences. Only while the slice is not
+        `applying`."""
         self._counters["encodings"] += 1
         return owned.full_frame(index, index + 1, absent=False)
 

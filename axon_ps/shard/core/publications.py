@@ -13,7 +13,7 @@ Note: [What a publication is made of]
     version is retained by a reference to them, without encoding or copying. A slice without them (workers map it, or
     another dtype is wanted) is encoded once from the master, before the next step may change it.
 
-Note: [Room]
+Note: [Memory limit]
     All retained versions together take at most `max_bytes`; one is always retained. Beyond that the oldest is dropped,
     first among those that are only a base for comparisons. A version that its subscriber has not pulled `retain_s`
     after reserving is dropped, too. A request for a dropped version gets `Busy`; the subscriber then takes a newer
@@ -103,7 +103,7 @@ class Publication:
         return len(frames)
 
     def has_changes(self, base: Publication) -> bool:
-        """True if `encode_changes` was called with this older publication."""
+        """Return True if `encode_changes` was called with this older publication."""
         return base.key[1] in self._changes
 
     def encode_changes(self, base: Publication) -> None:
@@ -114,7 +114,7 @@ class Publication:
         self._changes[base.key[1]] = made
 
     def frames_since(self, number: int, since: int, *, changes: bool) -> tuple[bytes, ...]:
-        """The chunks of a slice for a subscriber at version `since` (-1 = none); empty if nothing changed.
+        """Return the chunks of a slice for a subscriber at version `since` (-1 = none); empty if nothing changed.
 
         Args:
             number: number of the slice.
@@ -140,7 +140,7 @@ class Publication:
 
 
 def _changes(old: tuple[bytes, ...], new: tuple[bytes, ...], dtype: DType) -> tuple[bytes, ...]:
-    """For each chunk, a frame of the changes, or the full frame if that is smaller."""
+    """Return for each chunk a frame of the changes, or the full frame if that is smaller."""
     frames: list[bytes] = []
     for before, after in zip(old, new, strict=True):
         header, payload = decode_chunk(after)
@@ -171,7 +171,7 @@ class Wish:
     multiple_of: int = 1
 
     def wants(self, epoch: int, version: int) -> bool:
-        """True if the subscriber wants a version."""
+        """Return True if the subscriber wants a version."""
         if epoch != self.epoch:
             return epoch > self.epoch
         return version >= self.min_version and version % self.multiple_of == 0
@@ -198,8 +198,8 @@ class Publications:
     """The versions that are retained for all subscribers of a model.
 
     Args:
-        max_bytes: memory limit; see Note: [Room].
-        retain_s: seconds that a version is retained for a subscriber that does not pull it.
+        max_bytes: memory limit; see Note: [Memory limit].
+        retain_s: seconds for which a version is retained for an idle subscriber.
         counters: counters of publications.
     """
 
@@ -230,7 +230,7 @@ class Publications:
     def publish(
         self, epoch: int, version: int, slices: Iterable[OwnedSlice], own_dtype: DType | None, now_s: float
     ) -> list[tuple[Publication, list[OwnedSlice]]]:
-        """Retain a version that the slices are all at for its subscribers; returns the slices that must be encoded.
+        """Retain the version of all slices for its subscribers; return the slices that must be encoded.
 
         It may be called again for the same version with more slices.
 
@@ -256,7 +256,7 @@ class Publications:
                 subscriber.reserved_s = subscriber.reserved_s if subscriber.reserved else now_s
                 subscriber.reserved.append(self._published[key])
         made = [(self._published[key], some) for key, some in lacking.items() if some]
-        self._make_room()
+        self._evict()
         return made
 
     def reserve(self, subscriber: Subscriber, wish: Wish) -> None:
@@ -265,7 +265,7 @@ class Publications:
         self._prune()
 
     def choose(self, subscriber: Subscriber, epoch: int, version: int, present: tuple[int, int]) -> Publication | None:
-        """The version that a subscriber has chosen; its other reserved ones are released. None = it is to come.
+        """Return the version that a subscriber has chosen; its other reserved ones are released. None = it is to come.
 
         Args:
             subscriber: the subscriber.
@@ -311,7 +311,7 @@ class Publications:
         for key in self._published.keys() - wanted:
             self._published.pop(key).drop()
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         for only_bases in (True, False):
             for publication in sorted(self._published.values(), key=lambda p: p.key[:2]):
                 if self.nbytes <= self._max_bytes or len(self._published) == 1:

@@ -49,7 +49,7 @@ class QueuedChunks:
         self._limit = QueueLimit()
 
     def __contains__(self, at: tuple[int, int]) -> bool:
-        """True if chunk `at[0]` is queued of the replica that is added after `at[1]` others."""
+        """Return True if chunk `at[0]` is queued of the replica that is added after `at[1]` others."""
         return at in self._chunks
 
     @property
@@ -57,12 +57,12 @@ class QueuedChunks:
         """Bytes of all queued chunks."""
         return sum(_nbytes(grad) for grad, _ in self._chunks.values())
 
-    def put(self, index: int, turn: int, grad: Array | None, limit: QueueLimit, *, borrowed: bool) -> bool:
+    def put(self, index: int, order: int, grad: Array | None, limit: QueueLimit, *, borrowed: bool) -> bool:
         """Queue a chunk; returns False if there is not enough memory for it.
 
         Args:
             index: of the chunk.
-            turn: number of replicas to be added before it.
+            order: number of replicas to be added before it.
             grad: as `Accumulator.add` takes it.
             limit: the server's limit; the same in every call.
             borrowed: `grad` is in the sender's memory, so a copy is kept.
@@ -72,12 +72,12 @@ class QueuedChunks:
         self._limit = limit
         if grad is not None and borrowed:
             grad = grad.copy()
-        self._chunks[index, turn] = grad, _digest(grad)
+        self._chunks[index, order] = grad, _digest(grad)
         return True
 
-    def take(self, index: int, turn: int) -> tuple[Array | None, bool]:
+    def take(self, index: int, order: int) -> tuple[Array | None, bool]:
         """Remove a chunk that is next in order; returns (gradient, True if its bits are those that arrived)."""
-        grad, came = self._chunks.pop((index, turn))
+        grad, came = self._chunks.pop((index, order))
         self._limit.queued_bytes -= _nbytes(grad)
         return grad, _digest(grad) == came
 

@@ -139,7 +139,7 @@ class OwnedSlice:
         return self.primary or self.wire.mapped is not None or self.wire.compressed
 
     def memory(self) -> dict[str, int]:
-        """Bytes by kind. See Note: [Memory of a slice]."""
+        """Return the bytes by kind. See Note: [Memory of a slice]."""
         mapped, master_bytes = self.wire.mapped, self.master.values.nbytes
         return {
             "master_bytes": master_bytes,
@@ -174,7 +174,7 @@ class OwnedSlice:
             accumulator.queued.clear()
 
     def accepts(self, accumulator: int) -> bool:
-        """True if an accumulator may be added to: it is not being applied."""
+        """Return True if an accumulator may be added to: it is not being applied."""
         return not (self.applying and self._applied is self.accumulators[accumulator])
 
     # ------------------------------------------------------------------ values that replace others
@@ -416,7 +416,7 @@ class OwnedSlice:
         self.corruptions += self.master.check(first, last)
 
     def check_gradient(self, accumulator: int, index: int) -> bool:
-        """True if chunk `index` of an accumulator is intact, and so were all chunks checked before."""
+        """Return True if chunk `index` of an accumulator is intact, and so were all chunks checked before."""
         sums = self.accumulators[accumulator]
         if not sums.spoiled:
             self.corruptions += sums.check((index,))
@@ -487,7 +487,7 @@ class OwnedSlices(dict[int, OwnedSlice]):
         placement.check(self._plan)
 
     def make(self, spec: JobSpec, placement: Placement, server: int) -> list[OwnedSlice]:
-        """Make the slices that a placement gives to `server` and that are not here, for `place`. Any thread."""
+        """Make the slices that a placement gives to `server` and that are not here, for `set_placement`. Any thread."""
         plan, units = spec.plan(placement.num_cuts), spec.layout.units
         first_parameters = tuple(accumulate((len(u.parameters) for u in units), initial=0))
         made: list[OwnedSlice] = []
@@ -501,7 +501,7 @@ class OwnedSlices(dict[int, OwnedSlice]):
                 )
         return made
 
-    def place(self, placement: Placement, server: int, added: list[OwnedSlice]) -> list[OwnedSlice]:
+    def set_placement(self, placement: Placement, server: int, added: list[OwnedSlice]) -> list[OwnedSlice]:
         """Hold the slices that a placement gives to `server`, of which `added` are new; returns the removed slices."""
         wanted = placement.slices_of(server)
         removed = [self.pop(number) for number in set(self).difference(wanted)]
@@ -522,7 +522,7 @@ class OwnedSlices(dict[int, OwnedSlice]):
         return removed
 
     def of(self, unit: int, offset: int) -> OwnedSlice:
-        """The slice that element `offset` of `unit` is in.
+        """Return the slice that element `offset` of `unit` is in.
 
         Raises:
             Misuse: the layout is not known yet.
@@ -550,5 +550,5 @@ class OwnedSlices(dict[int, OwnedSlice]):
         return [owned for owned in self.values() if owned.primary]
 
     def masters(self) -> list[Master]:
-        """The masters of trainable slices."""
+        """Return the masters of trainable slices."""
         return [owned.master for owned in self.values() if owned.trainable]

@@ -37,13 +37,13 @@ class SpeculativeUpdate:
         self._wire = wire
 
     def has(self, index: int) -> bool:
-        """True if chunk `index` is prepared."""
+        """Return True if chunk `index` is prepared."""
         return bool(self.frames) and bool(self.frames[index])
 
     def prepare(
         self, index: int, sums: Accumulator, update: Update, version: int, scratch: Array
     ) -> tuple[bytes, list[Corruption]]:
-        """The frame of chunk `index` after the update; made once. Every replica must have been added to the chunk.
+        """Return the frame of chunk `index` after the update; made once. Every replica must be in the chunk already.
 
         Args:
             index: number of the chunk.

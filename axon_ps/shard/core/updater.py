@@ -120,6 +120,6 @@ class Updater:
             self._kernels.warm_up(self._hypers, wire_dtype)
 
     def _needs_moments(self, hypers: tuple[Hyper, ...]) -> bool:
-        """True if a group with these hyperparameters needs moments that do not exist yet."""
+        """Return True if a group with these hyperparameters needs moments that do not exist yet."""
         names = self._kernels.state_names
         return names((*self._state_groups, *hypers)) != names(self._state_groups)

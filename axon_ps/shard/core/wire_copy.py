@@ -113,7 +113,7 @@ class WireCopy:
     # ------------------------------------------------------------------ frames
 
     def scratch(self, chunks: int = 1) -> Array:
-        """A buffer in which a thread makes the frames of `chunks` chunks: wire[chunks · chunk_numel].
+        """Return a buffer in which a thread makes the frames of `chunks` chunks: wire[chunks · chunk_numel].
 
         Compressed frames are made one by one, in u8[compressed_bytes(chunk_numel)]; differences need more.
         """
@@ -126,7 +126,7 @@ class WireCopy:
     def encode(
         self, index: int, version: int, values: Array, scratch: Array, residual: Array | None, as_cast: Array | None
     ) -> bytes:
-        """The frame of chunk `index`.
+        """Return the frame of chunk `index`.
 
         Args:
             index: number of the chunk.
@@ -150,7 +150,7 @@ class WireCopy:
         return self.encode(index, version, values, scratch, residual, as_cast)
 
     def frames_since(self, version: int | None, first: int, last: int) -> tuple[bytes, ...]:
-        """The frames of chunks [first, last) if they are differences against `version`; else empty."""
+        """Return the frames of chunks [first, last) if they are differences against `version`; else empty."""
         sent = self.sent
         return self.frames[first:last] if sent is not None and version is not None and sent.base == version else ()
 
@@ -248,7 +248,7 @@ class WireCopy:
         return self._next.count(b"")
 
     def cast_target(self, first: int, last: int, scratch: Array) -> Array | None:
-        """The array, wire[m], for the cast values that an update of chunks [first, last) makes; None if it makes none.
+        """Return the array, wire[m], for the cast values of an update of chunks [first, last); None if it makes none.
 
         Args:
             first: number of the first chunk.

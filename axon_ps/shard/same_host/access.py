@@ -66,7 +66,7 @@ class SameHostServers:
         self._me = me
 
     async def access(self, server: int, stub: Stub, context: MakeContext) -> HostPeer | None:
-        """The peer of a server that memory is shared with; None if it is not shared. One handshake per server."""
+        """Return the peer of a server that shares memory with this process, else None. One handshake per server."""
         member = self._members.get(server)
         if member is None:
             return None
@@ -76,7 +76,7 @@ class SameHostServers:
         return await asyncio.shield(known)
 
     def is_shared(self, server: int) -> bool:
-        """True if memory is known to be shared with a server. Any thread."""
+        """Return True if memory is known to be shared with a server. Any thread."""
         member = self._members.get(server)
         return member is not None and member.id in self._peers
 
@@ -153,13 +153,13 @@ class SameHostCallers:
         return shard_pb2.HandshakeReply(socket=listener.name, nonce=nonce)
 
     def find(self, caller: str) -> HostPeer | None:
-        """The peer of a caller that memory is shared with; None if it is not shared."""
+        """Return the peer of a caller that memory is shared with; None if it is not shared."""
         if self._nonces or self._strangers:
             self._accept()
         return self._known.get(caller)
 
     def peer(self, caller: str) -> HostPeer:
-        """The peer of a caller that memory is shared with.
+        """Return the peer of a caller that memory is shared with.
 
         Raises:
             Broken: it has not connected.

@@ -48,7 +48,7 @@ class Leased:
 
 
 def view(peer: HostPeer, lease: lease_pb2.Lease) -> Leased:
-    """The leased memory.
+    """Return the leased memory.
 
     Raises:
         InvalidRequest: the lease exceeds the segment, or the passed segment is refused.
@@ -83,7 +83,7 @@ def read(peer: HostPeer, lease: lease_pb2.Lease, out: Array) -> None:
 
 
 def allocate_sum(numel: int) -> Array:
-    """f32[numel]: zeros in shared memory, behind a page with a tag.
+    """Return zeros, f32[numel], in shared memory behind a page with a tag.
 
     Raises:
         Busy: there is not enough memory.

@@ -19,7 +19,7 @@ MAX_SEGMENTS = 400
 
 
 def may_map(owned: OwnedSlice) -> bool:
-    """True if a slice's wire copy may be in memory that workers map."""
+    """Return True if a slice's wire copy may be in memory that workers map."""
     return Segment.open < MAX_SEGMENTS and not owned.wire.compressed
 
 

@@ -64,7 +64,7 @@ class SharedCopy:
         return self.segment.size_bytes
 
     def lease(self, begin: int, end: int) -> ReadLease:
-        """A lease on elements [begin, end), which holds until they change."""
+        """Return a lease on elements [begin, end), which holds until they change."""
         itemsize = self.values.itemsize
         offset, size_bytes = PAGE_BYTES + begin * itemsize, (end - begin) * itemsize
         return ReadLease(self.segment.number, offset, size_bytes, int(self._tag[0]))
@@ -105,7 +105,7 @@ class MappedCopy:
         self._tag, self.values = _layout(memory, numel, dtype)
 
     def is_at(self, version: int) -> bool:
-        """True if `values` are those of a version."""
+        """Return True if `values` are those of a version."""
         return int(self._tag[0]) & _VERSION_MASK == version + 1
 
     def discard_writes(self) -> None:
@@ -114,5 +114,5 @@ class MappedCopy:
 
 
 def _layout(memory: Array, numel: int, dtype: DType) -> tuple[Array, Array]:
-    """The tag u64[1] and the values wire[numel], which begin a page."""
+    """Return the tag u64[1] and the values wire[numel], which begin a page."""
     return tag_of(memory), memory[PAGE_BYTES : PAGE_BYTES + numel * dtype.itemsize].view(dtype.numpy)

@@ -62,7 +62,7 @@ class VersionPins:
     """Versions that snapshots and copies still read, slice by slice. See Note: [Apply and snapshot]. Any thread.
 
     Args:
-        stalled_s: seconds that an apply waits for a snapshot that makes no progress.
+        stalled_s: seconds for which an apply waits for a snapshot without progress.
     """
 
     def __init__(self, stalled_s: float = STALLED_S) -> None:
@@ -100,7 +100,7 @@ class VersionPins:
                 self._pins.remove(pin)
             self._changed.notify_all()
 
-    def wait_turn(self, number: int, version: int) -> None:
+    def wait_for_pins(self, number: int, version: int) -> None:
         """Wait, before changing a slice to `version`, for snapshots of older versions that make progress."""
         if not self._pins:
             return
@@ -110,7 +110,7 @@ class VersionPins:
                     self._expire(behind)
 
     def _behind(self, number: int, version: int) -> dict[Pin, int]:
-        """The pins that a slice waits for, and the watermark of each."""
+        """Return the pins that a slice waits for, and the watermark of each."""
         return {p: p.watermark for p in self._pins if p.version < version and p.watermark < number}
 
     def _moved(self, before: dict[Pin, int], number: int, version: int) -> bool:
@@ -190,7 +190,7 @@ class ApplyPool:
             self._executor.submit(self._run, work or OwnedSlice.apply, tasks, longest, self._engine.version, loop)
 
     def _runs(self, owned: OwnedSlice) -> list[tuple[int, int]]:
-        """The runs of a slice, as (first chunk, one past the last)."""
+        """Return the runs of a slice, as (first chunk, one past the last)."""
         cut = owned.chunks
         chunks = len(cut.bounds)
         length = min(-(-chunks // self.threads), max(1, RUN_NUMEL // cut.chunk_numel))
@@ -211,7 +211,7 @@ class ApplyPool:
         try:
             scratch = self._engine.scratch(longest)
             for owned, first, last in tasks:  # a list's iterator: threads may share it
-                self._pins.wait_turn(owned.number, version)
+                self._pins.wait_for_pins(owned.number, version)
                 work(owned, first, last, scratch)
                 with self._lock:
                     self._left[owned.number] -= 1

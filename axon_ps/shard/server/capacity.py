@@ -28,13 +28,13 @@ class Capacity:
         self._available = available
 
     def free_bytes(self) -> int:
-        """Bytes that could be allocated now; 0 = not known."""
+        """Return the bytes that could be allocated now; 0 = not known."""
         if self._limit_bytes:
             return max(1, self._limit_bytes - resident_bytes())
         return self._available()
 
     def report(self) -> ServerMemory | None:
-        """The report to the coordinator; None if the free memory is not known."""
+        """Return the report to the coordinator; None if the free memory is not known."""
         free = self.free_bytes()
         if not free:
             return None

@@ -120,7 +120,7 @@ class Copying:
         self._slice_bytes = 0  # of the slice that is coming
 
     def works(self) -> Iterator[Work]:
-        """The bytes to copy while a copy is under way. The number of moments is taken from other slices here."""
+        """Yield the bytes to copy while a copy is under way. The number of moments is taken from other slices here."""
         slices = self._engine.slices.values()
         if not (copying := [s for s in slices if s.copying]):
             self._got_bytes = 0
@@ -129,7 +129,7 @@ class Copying:
         left = sum(4 * arrays * s.chunks.numel for s in copying)
         yield Work("copy", self._got_bytes + max(0, left - self._slice_bytes), self._got_bytes)
 
-    def place(self) -> None:
+    def on_placement(self) -> None:
         """Copy the slices that a new placement gives to this server and that it does not have yet."""
         if (self._task is None or self._task.done()) and self._pending():
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -138,7 +138,7 @@ class Copying:
         """Restart the copy under way, in a new generation."""
         self._report_all()
         self._end()
-        self.place()
+        self.on_placement()
 
     def close(self) -> None:
         """Stop copying and reporting."""

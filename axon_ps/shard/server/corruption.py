@@ -112,8 +112,8 @@ class Corruptions:
         version, left = self._engine.version, LOOKED_AT_NUMEL
         unchanged = [s for s in self._engine.slices.values() if s.changed != version and not (s.applying or s.lacking)]
         number, chunk = self._next
-        in_turn = sorted(unchanged, key=lambda s: (s.number < number, s.number))
-        for owned in in_turn:
+        in_order = sorted(unchanged, key=lambda s: (s.number < number, s.number))
+        for owned in in_order:
             first = chunk if owned.number == number else 0
             last = min(len(owned.chunks.bounds), first + max(1, left // owned.chunks.chunk_numel))
             if first < last:

@@ -87,7 +87,7 @@ class Forwarding:
         self._leases = SumLeases()
         self._placed = 0  # number of the placement
 
-    def place(self) -> None:
+    def on_placement(self) -> None:
         """Apply a new placement: end the streams to former backups, and send the complete sums to new ones."""
         placement, slices = self._engine.placement, self._engine.slices
         assert placement is not None
@@ -113,7 +113,7 @@ class Forwarding:
         for rank in list(self._followers):
             self._end(rank)
         if self._engine.placement is not None:
-            self.place()
+            self.on_placement()
 
     def close(self) -> None:
         """End all streams."""
@@ -183,7 +183,7 @@ class Forwarding:
                 follower.refill(self._complete(follower.slices))
 
     def _is_wanted(self, item: _Sum, follower: _Follower) -> bool:
-        """True if a sum is still of the step under way, and of a slice with this backup."""
+        """Return True if a sum is still of the step under way, and of a slice with this backup."""
         attempts = self._engine.gradients.attempts
         here = item.slice in follower.slices and item.slice in self._engine.slices
         if not here or item.number >= len(attempts):
@@ -206,7 +206,7 @@ class Forwarding:
         header, known = common_pb2.Chunk(), 0  # the placement that the follower was sent
         while True:
             if not stream.is_current():
-                raise Broken(f"{stream.place} goes on with newer credentials")
+                raise Broken(f"{stream.target} goes on with newer credentials")
             while follower.queue:
                 item = follower.queue.popleft()
                 if not self._is_wanted(item, follower):
@@ -248,4 +248,4 @@ class Forwarding:
 async def _read_end(stream: Stream) -> None:
     """Wait for the end of a stream on which the backup sends nothing; raises the reason of the end."""
     await stream.read()
-    raise Broken(f"{stream.place} was ended by the backup")
+    raise Broken(f"{stream.target} was ended by the backup")

@@ -36,7 +36,7 @@ class Links:
         self._peers.probe(report, lambda: self.context(0), everybody=True)
 
     def waiting(self) -> Wait:
-        """The context of a call that will wait for other servers."""
+        """Return the context of a call that will wait for other servers."""
         return self._peers.waiting()
 
     def set_members(self, membership: Membership) -> None:
@@ -47,7 +47,7 @@ class Links:
         self._same_host.set_members(membership, me)
 
     def context(self, model: int, placement: int = 0) -> CallContext:
-        """The context of a call: caller, model, and its placement."""
+        """Return the context of a call: caller, model, and its placement."""
         return CallContext(
             job=self._job,
             generation=self._generation,
@@ -58,7 +58,7 @@ class Links:
         )
 
     async def stub(self, rank: int) -> Stub:
-        """The client of a server, once it is a member; waiting callers are cancelled when the generation ends."""
+        """Return the client of a server, once it is a member; callers that wait are cancelled with the generation."""
         return await self._peers.stub(rank, 0, Deadline(None))
 
     @property
@@ -67,7 +67,7 @@ class Links:
         return self._same_host.has_servers
 
     async def peer(self, rank: int, stub: Stub, model: int) -> HostPeer | None:
-        """The shared memory of a server; None if memory is not shared with it."""
+        """Return the shared memory of a server; None if memory is not shared with it."""
         return await self._same_host.access(rank, stub, lambda: self.context(model))
 
     def forget(self, rank: int) -> None:

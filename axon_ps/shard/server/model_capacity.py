@@ -68,7 +68,7 @@ class ModelCapacity:
             assert placement is not None
             raise self._without("there is no memory for the optimizer's state", placement.number) from error
 
-    async def place(self, placement: Placement) -> list[OwnedSlice]:
+    async def set_placement(self, placement: Placement) -> list[OwnedSlice]:
         """Make the slices that a placement adds to this server; returns the slices that it removes.
 
         Raises:
@@ -89,7 +89,7 @@ class ModelCapacity:
             _logger.warning("model %r: there is no memory for further slices: %s", self._name, why)
             self._reports.out_of_memory(self._number, placement.number, why)
             raise OutOfMemory(str(why)) from error
-        return engine.place(placement, rank, made)
+        return engine.set_placement(placement, rank, made)
 
     def _without(self, why: str, placement: int) -> OutOfMemory:
         """Report that the model is not held here, and return the error for its callers; other models go on."""

@@ -162,7 +162,7 @@ class ModelShell:
         self.order.on_event(event)
 
     def _must_wait(self, event: Event | Averaging | Callable[[], None]) -> bool:
-        """True if an event or call must wait for the step that is being applied."""
+        """Return True if an event or call must wait for the step that is being applied."""
         if not self._applying:
             return False
         return self.engine.gradients.asynchronous or callable(event) or isinstance(event, Averaging)
@@ -260,7 +260,7 @@ class ModelShell:
         if job.optimizer is not None and self.engine.updater is None and self.engine.configured:
             await self.capacity.set_optimizer(job.optimizer)
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
-            removed = [owned for owned in await self.capacity.place(job.placement) if not owned.applying]
+            removed = [owned for owned in await self.capacity.set_placement(job.placement) if not owned.applying]
             self._placed()
             await self._server.off_loop(partial(_close, removed))
 
@@ -268,8 +268,8 @@ class ModelShell:
         """Apply a new placement: repeat reports, and begin and end streams to other servers."""
         self._reported.clear()
         if self._forwarding is not None and self._copying is not None:
-            self._forwarding.place()
-            self._copying.place()
+            self._forwarding.on_placement()
+            self._copying.on_placement()
         self._report_ready()
 
     def _on_copied(self, owned: OwnedSlice) -> None:
@@ -413,7 +413,7 @@ class ModelShell:
             )
 
     def has_ended(self, generation: int) -> bool:
-        """True if `check_generation` raises for it."""
+        """Return True if `check_generation` raises for it."""
         return self._released or self.engine.generation != generation
 
     def check_released(self) -> None:
@@ -426,7 +426,7 @@ class ModelShell:
             raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
 
     def pushing(self, generation: int) -> Pushing:
-        """The context of a stream of gradients in the calling task; the stream ends with the generation."""
+        """Return the context of a stream of gradients in the calling task; the stream ends with the generation."""
         return Pushing(self, generation, self._pushing)
 
     async def push(self, at: PushedAt, dtype: DType, grad: Array | None, *, borrowed: bool = False) -> bool:
@@ -436,8 +436,8 @@ class ModelShell:
             self.corruptions.report(self.engine.slices.of(unit, offset))
             await self._waiters.wait(unit, offset, replica)
         if done is Push.SUMMED:
-            owned, turn, complete = gradients.turn_of(unit, offset, replica)
-            self._waiters.wake_turn(unit, offset, turn)
+            owned, order, complete = gradients.next_in_order(unit, offset, replica)
+            self._waiters.wake_replica(unit, offset, order)
             self.corruptions.report(owned)
             if complete and self._forwarding is not None:
                 self._forwarding.completed(owned, owned.chunks.index_of(offset), gradients.accumulator_of(replica))
@@ -502,7 +502,7 @@ class ModelShell:
             self.check_generation(generation)
 
     async def frames(self, unit: int, begin: int, end: int, generation: int) -> tuple[bytes, ...]:
-        """The frames of a range that is `available`, if parameters are not sent as differences.
+        """Return the frames of a range that is `available`, if parameters are not sent as differences.
 
         They are made now if they do not exist yet.
 
@@ -523,7 +523,7 @@ class ModelShell:
     async def prepared(
         self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], generation: int
     ) -> bytes:
-        """The speculative frame of one chunk, once it can be made. See `ShardEngine.prepare_chunk`.
+        """Return the speculative frame of one chunk, once it can be made. See `ShardEngine.prepare_chunk`.
 
         Raises:
             GenerationChanged: the generation ended meanwhile.
@@ -560,7 +560,7 @@ class ModelShell:
         return owned
 
     async def copy_of(self, number: int, version: int, epoch: int, generation: int) -> OwnedSlice:
-        """The slice with a number, once it is at the version that another server wants to copy.
+        """Return the slice with a number, once it is at the version that another server wants to copy.
 
         Raises:
             InvalidRequest: there is no such slice.

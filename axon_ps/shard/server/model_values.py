@@ -78,7 +78,7 @@ class ModelValues:
             await self._order.idle.wait()
             self._engine.parameters.begin_restore(uploaded=uploaded)  # the previous order has ended its restore
             if uploaded:
-                self._make_room(order)
+                self._withdraw(order)
             else:
                 await self._load(order)
 
@@ -107,7 +107,7 @@ class ModelValues:
             self._on_replaced()
         self._waiters.wake_all()
 
-    def _make_room(self, order: RestoreOrder) -> None:
+    def _withdraw(self, order: RestoreOrder) -> None:
         """Withdraw the values before a worker uploads others."""
         self._engine.parameters.withdraw()
         self._withdrawn = order.epoch
@@ -128,7 +128,7 @@ class ModelValues:
         self._on_replaced()
 
     async def mapped(self, owned: OwnedSlice) -> SharedCopy | None:
-        """A slice's wire copy in memory that workers can map; None if it must be sent.
+        """Return a slice's wire copy in memory that workers can map; None if it must be sent.
 
         Only while the slice is `available` and no step is applied to it.
 
@@ -150,7 +150,7 @@ class ModelValues:
         return mapped
 
     def works(self) -> Iterator[Work]:
-        """The upload of first values, while some are lacking."""
+        """Yield the upload of first values, while some are lacking."""
         slices = [s for s in self._engine.slices.values() if not s.copying]
         if self._engine.parameters.lacking:
             lacking = sum(min(s.chunks.numel, s.lacking * s.chunks.chunk_numel) for s in slices)
@@ -158,7 +158,7 @@ class ModelValues:
             yield Work("upload", 4 * total, 4 * (total - lacking))
 
     def waits_for(self, epoch: int) -> bool:
-        """True if first values of an epoch arrived before the values that they replace were withdrawn."""
+        """Return True if first values of an epoch arrived before the values that they replace were withdrawn."""
         return self._withdrawn < epoch and self._ordered <= epoch
 
     async def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:

@@ -192,7 +192,7 @@ async def _report_health(server: Server | InProcessServer, watch: JobWatch) -> N
 
 
 def _known_names(host: str) -> KnownNames | None:
-    """The kinds that this process can make; None beside a worker, whose program may register more at any time."""
+    """Return the kinds that this process can make; None beside a worker, which may register more at any time."""
     if is_in_process(host):
         return None
     return KnownNames(optimizers=frozenset(optimizers.names()), compressors=frozenset(compressors.names()))
@@ -219,7 +219,7 @@ async def _first_of(stop: asyncio.Event, failure: asyncio.Future[None]) -> None:
 
 
 def _advertised(config: ShardConfig, port: int) -> str:
-    """The address that workers connect to."""
+    """Return the address that workers connect to."""
     advertise = config.advertise or ("" if config.host in ("0.0.0.0", "::", "[::]") else config.host)
     if _port_in(advertise) is not None:
         return advertise
@@ -227,7 +227,7 @@ def _advertised(config: ShardConfig, port: int) -> str:
 
 
 def _is_behind_another(config: ShardConfig) -> bool:
-    """True if a proxy forwards connections to this server, but not those to its bulk port."""
+    """Return True if a proxy forwards connections to this server, but not those to its bulk port."""
     return _port_in(config.advertise) not in (None, config.port) and not config.advertise_bulk_port
 
 

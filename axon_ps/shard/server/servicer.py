@@ -128,7 +128,7 @@ class ShardServicer:
     async def _lease_to(
         self, member: Member, shell: ModelShell, request: shard_pb2.AllGatherRequest, span: Span | None
     ) -> bytes:
-        """The message that leases a range of the wire copy instead of its chunks; empty if they must be sent."""
+        """Return the message that leases a range of the wire copy instead of its chunks; empty if they must be sent."""
         peer = self._shell.same_host.find(member.id) if request.accept_leases else None
         return b"" if peer is None else await _lease(shell, request, peer, span)
 
@@ -312,7 +312,7 @@ class ShardServicer:
         return shard_pb2.StatsReply(values=self._shell.statistics() | self._shell.collectives.engine.statistics())
 
     def _about(self, shell: ModelShell, member: Member, unit: int) -> dict[str, Value]:
-        """The attributes of the span of a worker's call."""
+        """Return the attributes of the span of a worker's call."""
         rank = -1 if self._shell.reports is None else self._shell.reports.rank
         return {"unit": shell.engine.unit_name(unit), "worker": member.rank, "server": rank}
 
@@ -395,7 +395,7 @@ def _to_proto(lease: ReadLease) -> lease_pb2.Lease:
 
 
 def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
-    """The range of a push or an upload: first element, and one past the last."""
+    """Return the range of a push or an upload: first element, and one past the last."""
     owned = engine.slices.of(header.unit, header.offset).chunks
     owned.index_of(header.offset)
     if not header.offset < header.end <= owned.end:
@@ -407,7 +407,7 @@ def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
 
 
 def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview) -> tuple[DType, Array]:
-    """A gradient chunk's element type (U8 if it is compressed) and elements."""
+    """Return a gradient chunk's element type (U8 if it is compressed) and elements."""
     dtype = dtype_from_proto(header.dtype)
     if dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"gradients cannot travel as {dtype.value}")
@@ -417,7 +417,7 @@ def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview
 
 
 def _total(header: common_pb2.Chunk, payload: memoryview) -> Array:
-    """The elements of a forwarded sum, f32; widened if it was sent as bf16 or f16."""
+    """Return the elements of a forwarded sum, f32; widened if it was sent as bf16 or f16."""
     dtype = dtype_from_proto(header.dtype)
     if dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"sums cannot travel as {dtype.value}")
@@ -432,7 +432,7 @@ def _count(engine: ShardEngine, direction: str, message_bytes: int, span: Span |
 
 
 def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
-    """The first message of a push or an upload, which must name the caller."""
+    """Return the first message of a push or an upload, which must name the caller."""
     header, payload = _chunk(message)
     if not header.HasField("context"):
         raise InvalidRequest("the first message must have a context: job, generation and incarnation")
@@ -440,7 +440,7 @@ def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
 
 
 def _chunk(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
-    """The header and payload of a message, which must not be the end of the stream."""
+    """Return the header and payload of a message, which must not be the end of the stream."""
     if message is EOF:
         raise InvalidRequest("the stream ended before everything had come that its first message announced")
     return decode_chunk(message)

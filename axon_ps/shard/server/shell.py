@@ -140,7 +140,7 @@ class ShardShell:
     # ------------------------------------------------------------------ the models
 
     def model(self, number: int = 0) -> ModelShell:
-        """The model with a number; made when it is first named."""
+        """Return the model with a number; made when it is first named."""
         if number not in self._models:
             model = self._models[number] = ModelShell(number, self, self._threads, self._limits)
             model.engine.slices.allocate = self._sum_memory
@@ -149,7 +149,7 @@ class ShardShell:
         return self._models[number]
 
     def _sum_memory(self, numel: int) -> Array:
-        """f32[numel] zeros for sums that are forwarded."""
+        """Return zeros, f32[numel], for sums that are forwarded."""
         near = self.links is not None and self.links.has_neighbours
         return sum_memory(numel) if near else np.zeros(numel, np.float32)
 
@@ -159,7 +159,7 @@ class ShardShell:
         return self.model().engine
 
     def statistics(self) -> dict[str, float]:
-        """The sum of `ShardEngine.statistics` over all models; with several models, also the memory of each."""
+        """Return the sum of `ShardEngine.statistics` over all models; with several models, also the memory of each."""
         total: Counter[str] = Counter()
         models = sorted(self._models.items())
         for number, model in models:
@@ -181,7 +181,7 @@ class ShardShell:
             self._works.remove(work)
 
     def measures(self) -> dict[str, float]:
-        """The measures in heartbeats: bytes, memory, the progress of this server, and its long work."""
+        """Return the measures in heartbeats: bytes, memory, the progress of this server, and its long work."""
         statistics = self.statistics()
         measures = {name: statistics[name] for name in _MEASURED if name in statistics}
         measures["slice_bytes"] = sum(v for name, v in statistics.items() if name in _MEMORY)
@@ -355,7 +355,7 @@ class ShardShell:
         return model, member
 
     async def fence_server(self, context: CallContext) -> tuple[ModelShell, Member]:
-        """As `fence`, for a call of another shard server.
+        """Fence a call of another shard server; see `fence`.
 
         Raises:
             PermissionDenied: another job, or not a shard server of the generation it names.
@@ -371,7 +371,7 @@ class ShardShell:
         return model, member
 
     async def fence_member(self, context: CallContext) -> Member:
-        """As `fence`, for a call of a worker or a shard server; returns the caller."""
+        """Fence a call of a worker or a shard server, as `fence` does; return the caller."""
         await self._fence(context)
         server = self._servers.get(context.incarnation)
         return server if server is not None else (await self.fence(context))[1]
@@ -444,7 +444,7 @@ class ShardShell:
         return MemberCall(self._calls, caller)
 
     def _can_answer(self, context: CallContext) -> bool:
-        """True if this server knows enough to serve or to refuse a call."""
+        """Return True if this server knows enough to serve or to refuse a call."""
         if context.model in self._released or context.generation < self._generation:
             return True
         model = self._models.get(context.model)

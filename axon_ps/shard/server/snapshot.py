@@ -242,7 +242,7 @@ def _fill(owned: OwnedSlice, restore: Restore, number: int) -> None:
 
 
 def _home(layout: Layout) -> dict[str, tuple[int, int]]:
-    """The unit of each parameter and its index in it, by name."""
+    """Return the unit of each parameter and its index in it, by name."""
     return {
         name: (u, index)
         for u, unit in enumerate(layout.units)
@@ -254,7 +254,7 @@ def _home(layout: Layout) -> dict[str, tuple[int, int]]:
 def _updates(
     owned: OwnedSlice, layout: Layout, source: OpenSlices, home: Mapping[str, tuple[int, int]]
 ) -> tuple[int, ...]:
-    """The update count of each parameter of a slice's unit; 0 for parameters outside the slice."""
+    """Return the update count of each parameter of a slice's unit; 0 for parameters outside the slice."""
     updates: list[int] = []
     for p in layout.units[owned.chunks.unit].parameters:
         begin = max(p.offset, owned.chunks.begin)

@@ -52,7 +52,7 @@ class SubscriberLimits:
     Attributes:
         rate_bytes_s: bytes per second for all of them together.
         max_bytes: memory for versions that are retained for them, per model.
-        retain_s: seconds that a version is retained for a subscriber that does not pull it, and that a write may take.
+        retain_s: seconds for which a version is retained for an idle subscriber, and for a write.
     """
 
     rate_bytes_s: float = math.inf

@@ -34,7 +34,7 @@ class Waiters:
             if not future.done() or future.cancelled():
                 self._forget(unit, (offset, replica), future)
 
-    def wake_turn(self, unit: int, offset: int, replica: int) -> None:
+    def wake_replica(self, unit: int, offset: int, replica: int) -> None:
         """Wake the stream of `replica`, which is next in order at chunk `offset` of `unit`."""
         if unit in self._units:
             _wake(self._units[unit].pop((offset, replica), ()))
@@ -53,13 +53,13 @@ class Waiters:
             for waiting in unit.values():
                 _wake(waiting)
 
-    def _forget(self, unit: int, turn: tuple[int, int], future: asyncio.Future[None]) -> None:
-        turns = self._units.get(unit, {})
-        if future in turns.get(turn, ()):
-            turns[turn].remove(future)
-            if not turns[turn]:
-                del turns[turn]
-            if not turns:
+    def _forget(self, unit: int, key: tuple[int, int], future: asyncio.Future[None]) -> None:
+        waiting = self._units.get(unit, {})
+        if future in waiting.get(key, ()):
+            waiting[key].remove(future)
+            if not waiting[key]:
+                del waiting[key]
+            if not waiting:
                 del self._units[unit]
 
 

@@ -91,9 +91,9 @@ class StateStore(ABC):
 class SharedStateStore(StateStore):
     """A store that several coordinators have open. One of them leads at a time; the others stand by until it does not.
 
-    Call `campaign` until it is won, then `load`, then `apply`. A process that does not lead any more writes nothing,
-    even if it believes that it leads: `apply` raises `NotLeader`. After that only the next leader knows whether the
-    last batch was written, since it loads the state.
+    Call `campaign` until it is won, then `load`, then `apply`. A former leader writes nothing, even if it believes that
+    it leads: `apply` raises `NotLeader`. After that only the next leader knows whether the last batch was written,
+    since it loads the state.
 
     Attributes:
         address: this coordinator's address, for members that ask another coordinator; set before the first `campaign`.
@@ -162,8 +162,8 @@ def open_state(state: str, job: str) -> StateStore:
     """
     name, colon, address = state.partition(":")
     if name == "etcd" and "/" not in address.partition("?")[0]:
-        place, mark, options = address.partition("?")
-        address = f"{place}/axon_ps/{job}{mark}{options}"
+        location, mark, options = address.partition("?")
+        address = f"{location}/axon_ps/{job}{mark}{options}"
     if state == "memory" or (colon and name.isidentifier()):
         return open_store(name, address)
     path = Path(state)

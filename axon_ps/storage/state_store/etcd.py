@@ -224,10 +224,10 @@ class EtcdStateStore(SharedStateStore):
 
     def _operations(self, key: str, value: bytes | None) -> list[Operation]:
         """Return the operations that store a record."""
-        place, chunks = self._records + key, _chunks(value)
-        operations = [put(_chunk_key(place, i), chunk) for i, chunk in enumerate(chunks)] or [delete(place.encode())]
+        name, chunks = self._records + key, _chunks(value)
+        operations = [put(_chunk_key(name, i), chunk) for i, chunk in enumerate(chunks)] or [delete(name.encode())]
         if self._chunks.get(key, 0) > len(operations):
-            operations.append(delete(_chunk_key(place, len(operations)), (place + _AFTER_CHUNKS).encode()))
+            operations.append(delete(_chunk_key(name, len(operations)), (name + _AFTER_CHUNKS).encode()))
         return operations
 
     def _joined(self, values: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -288,10 +288,10 @@ def _chunks(value: bytes | None) -> list[bytes]:
     return [value[i : i + CHUNK_BYTES] for i in range(0, len(value), CHUNK_BYTES)] or [b""]
 
 
-def _chunk_key(place: str, number: int) -> bytes:
-    return (f"{place}{_CHUNK}{number:04d}" if number else place).encode()
+def _chunk_key(key: str, number: int) -> bytes:
+    return (f"{key}{_CHUNK}{number:04d}" if number else key).encode()
 
 
 def _end(prefix: str) -> bytes:
-    """Return the key after all those that begin with a prefix that ends with "/"."""
+    """Return the key after all keys with a prefix; the prefix ends with "/"."""
     return prefix[:-1].encode() + b"0"

@@ -1,4 +1,4 @@
-"""An etcd cluster as one server: each request goes to the member that answered last, and to the next when that fails.
+"""The address of an etcd cluster, and its client: each request goes to the member that answered last, or to the next.
 
 Requests go through its JSON gateway (etcd 3.4 and later), by the client `etcd3gw` of the extra `etcd`.
 
@@ -65,8 +65,8 @@ class EtcdAddress:
         Raises:
             ConfigurationError: it has another form.
         """
-        place, _, query = text.partition("?")
-        members, slash, prefix = place.partition("/")
+        location, _, query = text.partition("?")
+        members, slash, prefix = location.partition("/")
         options = dict(parse_qsl(query))
         endpoints = []
         for member in members.split(","):
@@ -250,7 +250,7 @@ def _text(error: Exception) -> str:
 
 
 def _final(error: Exception) -> AxonError | None:
-    """Return the error that another member would give, too; None if another may do better."""
+    """Return the error if every member of etcd would give it; None if another member may succeed."""
     text = _text(error)
     if GONE in text:
         return Broken("our lease in etcd is over")

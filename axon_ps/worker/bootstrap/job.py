@@ -110,7 +110,7 @@ class FormedJob:
 
 
 def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
-    """Return the job that the environment names, or form one with all workers that the same launcher has started.
+    """Return the job that the environment names, or form one with all workers of the same launcher.
 
     Args:
         env: the process's environment.
@@ -171,7 +171,7 @@ def form_job(
 def _form_first(
     store: C10dStore, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str, incarnation: str
 ) -> FormedJob:
-    """On rank 0: start services, and announce them to the others."""
+    """Start services on rank 0, and announce them to the others."""
     services, announcement = _start_first(store, env, world_size, deadline, job, incarnation)
     several_hosts, served = announcement["several_hosts"], None
     try:
@@ -210,7 +210,7 @@ def _config(
 def _start_others(
     announcement: Mapping[str, Any], config: WorkerConfig, env: Mapping[str, str], world_size: int, deadline: Deadline
 ) -> EmbeddedServices:
-    """On the first worker of another node: start its shard servers."""
+    """Start the shard servers of another node, on its first worker."""
     return EmbeddedServices(
         world_size,
         job=config.job,
@@ -228,7 +228,7 @@ def _start_others(
 def _start_first(
     store: C10dStore, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str, incarnation: str
 ) -> tuple[EmbeddedServices, dict[str, Any]]:
-    """On rank 0: start its services; returns them and the announcement. An error is announced, too."""
+    """Start the services of rank 0; return them and the announcement. An error is announced, too."""
     keys = {rank: _location_key(rank) for rank in range(world_size)}
     for key in (_JOB, *keys.values()):  # See Note: [Incarnations].
         store.set(key, "null")
@@ -274,7 +274,7 @@ def _first_services(
 def _receive_announcement(
     store: C10dStore, env: Mapping[str, str], rank: int, incarnation: str, deadline: Deadline
 ) -> dict[str, Any]:
-    """On every other rank: store its location until rank 0 has read it; returns the announcement."""
+    """Store the location of another rank until rank 0 has read it; return the announcement."""
     key, location = _location_key(rank), _own_location(env, incarnation)
     what = f"rank {rank} is waiting for the worker of rank 0 to start the job's services"
     with reminding(_logger, lambda: what):
@@ -293,7 +293,7 @@ def _receive_announcement(
 def _wait_for_locations(
     store: C10dStore, keys: Mapping[int, str], incarnations: dict[int, str], deadline: Deadline
 ) -> list[tuple[str, str]]:
-    """On rank 0: wait for the locations of all workers, by rank; puts their incarnations into `incarnations`."""
+    """Wait on rank 0 for the locations of all workers, by rank; put their incarnations into `incarnations`."""
     locations: dict[int, tuple[str, str]] = {}
 
     def what() -> str:

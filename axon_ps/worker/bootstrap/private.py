@@ -92,7 +92,7 @@ def receive(incarnation: str, deadline: Deadline) -> Access:
 
 
 def own(security: Security, coordinator: str) -> Access:
-    """On several hosts: return the address from the store, with the secret of this worker's environment.
+    """Return the address from the store, with the secret of this worker's environment; for several hosts.
 
     Raises:
         ConfigurationError: the environment has none.

@@ -1,6 +1,6 @@
 """torch's own store, for workers to find each other: torchrun's agent serves it, or the worker of rank 0 does.
 
-torch is loaded only when it is needed: where `MASTER_ADDR` names its store, it is installed.
+torch is loaded only when it is needed. If `MASTER_ADDR` names its store, torch is installed.
 """
 
 from __future__ import annotations

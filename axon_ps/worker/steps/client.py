@@ -22,7 +22,7 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, OptimizerChange, OptimizerSpec, Outcome
-from axon_ps.wire.events import StepDue, Vote
+from axon_ps.wire.events import Vote, VoteRequest
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.calls import ModelCalls
 from axon_ps.worker.steps.gradients import Gradients
@@ -75,8 +75,8 @@ class StepClient:
         with view.job.changed:
             if isinstance(event, Decision):
                 view.on_decision(event)
-            elif isinstance(event, StepDue):
-                view.due = event.generation, event.step
+            elif isinstance(event, VoteRequest):
+                view.requested_attempt = event.generation, event.step
             elif isinstance(event, Membership):
                 view.begin(event)
             elif isinstance(event, JobState):
@@ -110,7 +110,7 @@ class StepClient:
         self._loop.run(registering, timeout_s)
 
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """Check that an optimizer can take the place of the model's, with a step.
+        """Check that an optimizer can replace the model's, with a step.
 
         Raises:
             InvalidRequest: it cannot be, or a shard server does not know it.
@@ -140,9 +140,9 @@ class StepClient:
             return self.view.membership.generation, self.view.stepping.next_attempt
 
     @property
-    def is_due(self) -> bool:
+    def vote_requested(self) -> bool:
         """True if others wait in `attempt`, with a quorum of `LocalSteps`: this worker should join it."""
-        return self.view.due == self.attempt
+        return self.view.requested_attempt == self.attempt
 
     def ticket(self, began: tuple[int, int] | None = None, dealt: int | None = None) -> Ticket:
         """Return the ticket of the step attempt that starts now.
@@ -232,7 +232,7 @@ class StepClient:
             untouched: numbers in the layout of trainable parameters that this worker has no gradient of. A parameter
                 stays as it is if no worker has a gradient of it.
             withdrawn: the pushes must not count: the step is aborted for all, once all have voted.
-            optimizer: takes the place of the model's with this step; every worker gives the same. None = it stays.
+            optimizer: replaces the model's with this step; every worker gives the same. None = it stays.
 
         Returns:
             The decision; an abort when the membership changed meanwhile. By then this worker has received the
@@ -359,7 +359,7 @@ class StepClient:
                     raise
                 raise Timeout(f"{error}{self._stragglers()}") from error
 
-    def wait_for_room(self, ticket: Ticket, wait: Callable[[float], None]) -> None:
+    def wait_for_capacity(self, ticket: Ticket, wait: Callable[[float], None]) -> None:
         """Wait in a backward until the servers have taken earlier pushes, and report that this worker waits.
 
         They may take them only after another worker has pushed. That worker may wait for this one in a step of another

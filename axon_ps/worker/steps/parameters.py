@@ -126,7 +126,7 @@ class Parameters:
             dtype: the wanted dtype.
 
         Returns:
-            A handle; its result is None where the unit must be gathered (see `ShardGroup.map`). It must not be
+            A handle; its result is None if the unit must be gathered (see `ShardGroup.map`). It must not be
             read after this worker's next vote.
         """
         with self._view.job.changed:

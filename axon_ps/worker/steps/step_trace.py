@@ -59,7 +59,7 @@ class StepTrace:
 
     @property
     def current(self) -> Span | None:
-        """The span of the step under way; None where it is not sampled."""
+        """The span of the step under way; None if it is not sampled."""
         if not self._tracer.active:
             return None
         with self._view.job.changed:

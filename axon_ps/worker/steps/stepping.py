@@ -57,7 +57,7 @@ class SynchronousSteps:
 
     def decided(self, decision: Decision) -> None:
         """Apply a decision."""
-        if decision.turn is None:
+        if decision.replica_clock is None:
             self._decisions[decision.step] = decision
         for old in [s for s in self._decisions if s <= decision.step - _MAX_DECISIONS]:
             del self._decisions[old]
@@ -66,7 +66,7 @@ class SynchronousSteps:
 
     def acknowledges(self, decision: Decision) -> bool:
         """Return True if a decision shows, as it arrives, that all current workers made the program's last step."""
-        return decision.turn is None and decision.outcome is Outcome.COMMIT
+        return decision.replica_clock is None and decision.outcome is Outcome.COMMIT
 
     def version(self, latest: int) -> int:
         """Return the version that the current step is computed from; `latest` is the newest known to this worker."""
@@ -162,12 +162,12 @@ class AsynchronousSteps:
     def decided(self, decision: Decision) -> None:
         """Apply a decision on one replica's step."""
         self._next = max(self._next, decision.step + 1)
-        turn = decision.turn
-        if turn is None or decision.generation != self._generation:
+        of = decision.replica_clock
+        if of is None or decision.generation != self._generation:
             return
-        self.slowest = max(self.slowest, turn.slowest_clock)
-        if turn.replica == self._replica:
-            self.clock = max(self.clock, turn.clock + 1)
+        self.slowest = max(self.slowest, of.slowest_clock)
+        if of.replica == self._replica:
+            self.clock = max(self.clock, of.clock + 1)
             self._decision = decision
 
     def acknowledges(self, decision: Decision) -> bool:
@@ -191,7 +191,7 @@ class AsynchronousSteps:
     def decision_on(self, ticket: Ticket) -> Decision | None:
         """Return the decision on our own step."""
         decision = self._decision
-        if decision is None or decision.turn is None or decision.turn.clock != ticket.step:
+        if decision is None or decision.replica_clock is None or decision.replica_clock.clock != ticket.step:
             return None
         return decision if decision.generation == ticket.generation else None
 

@@ -35,7 +35,7 @@ class ModelView:
         stepping: the order of its replicas' steps, and this worker's progress in it.
         released: whether the model has been released.
         asked_epoch: the newest epoch that this worker requested, or waited for.
-        due: (generation, step) of the newest attempt that others wait in, with a quorum of `LocalSteps`.
+        requested_attempt: (generation, step) of the newest attempt that others wait in, with a quorum of `LocalSteps`.
     """
 
     def __init__(self, job: JobView, model: int = 0) -> None:
@@ -46,7 +46,7 @@ class ModelView:
         self.stepping: Stepping = SynchronousSteps()
         self.released = False
         self.asked_epoch = 0
-        self.due = (0, -1)
+        self.requested_attempt = (0, -1)
         self._state: JobState | None = None
         self._copied = 0
         self._committed: Mapping[str, str] = {}
@@ -250,8 +250,8 @@ class ModelView:
             if self._state is not None and self._state.initialized:
                 return True
             self.check_released()
-            if self._state is not None and self._state.no_room:
-                raise Busy(self._state.no_room)
+            if self._state is not None and self._state.out_of_memory:
+                raise Busy(self._state.out_of_memory)
             return False if self.membership.generation > registered.generation else None
 
         return self.job.wait_until(

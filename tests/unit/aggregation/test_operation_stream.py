@@ -30,7 +30,7 @@ class ScriptedStream:
         self.messages = deque(messages)
         self.cancelled = False
 
-    async def read(self, place: Any = None) -> Any:
+    async def read(self, destination: Any = None) -> Any:
         message = self.messages.popleft()
         return message if message is EOF else message.SerializeToString()
 

@@ -38,9 +38,9 @@ def step(d: Driver, worker: Peer, servers: list[Peer], clock: int, replica: int,
     d.perform(d.state.vote([worker.session], Vote(generation=generation, step=clock, **vote), d.clock()))
 
 
-def turns(peer: Peer) -> list[tuple[int, int, int]]:
+def replica_clocks(peer: Peer) -> list[tuple[int, int, int]]:
     """The asynchronous decisions: (replica, clock, slowest clock)."""
-    decided = [x.turn for x in peer.received(Decision) if x.turn is not None]
+    decided = [x.replica_clock for x in peer.received(Decision) if x.replica_clock is not None]
     return [(t.replica, t.clock, t.slowest_clock) for t in decided]
 
 
@@ -48,21 +48,21 @@ def test_a_replica_commits_without_the_others_and_all_get_the_decision() -> None
     d, (a, b), servers = assembled(Asynchronous())
     for clock in range(3):
         step(d, b, servers, clock, replica=1)
-    assert turns(a) == turns(b) == turns(servers[0]) == [(1, 0, 0), (1, 1, 0), (1, 2, 0)]
+    assert replica_clocks(a) == replica_clocks(b) == replica_clocks(servers[0]) == [(1, 0, 0), (1, 1, 0), (1, 2, 0)]
     assert [x.version for x in a.received(Decision)] == [1, 2, 3]
     assert [x.step for x in a.received(Decision)] == [1, 2, 3]
     step(d, a, servers, 0, replica=0)
-    assert turns(a)[-1] == (0, 0, 1)
+    assert replica_clocks(a)[-1] == (0, 0, 1)
     assert d.state.status().version == 4
 
 
 def test_a_message_on_another_clock_or_a_second_one_changes_nothing() -> None:
     d, (a, _), servers = assembled(Asynchronous())
     step(d, a, servers, 1, replica=0)  # it is at clock 0
-    assert turns(a) == []
+    assert replica_clocks(a) == []
     step(d, a, servers, 0, replica=0)
     step(d, a, servers, 0, replica=0)
-    assert turns(a) == [(0, 0, 0)]
+    assert replica_clocks(a) == [(0, 0, 0)]
     servers[0].ready(1.0, step=1, replica=9)
     assert d.state.status().version == 1
 
@@ -75,7 +75,7 @@ def test_a_skipped_step_moves_the_clock_and_not_the_version() -> None:
     assert a.last(Decision).outcome is Outcome.SKIP
     step(d, a, servers, 1, replica=0)
     assert a.last(Decision).outcome is Outcome.COMMIT
-    assert (d.state.status().version, turns(a)) == (1, [(0, 0, 0), (0, 1, 0)])
+    assert (d.state.status().version, replica_clocks(a)) == (1, [(0, 0, 0), (0, 1, 0)])
 
 
 def test_votes_of_different_replicas_need_not_agree() -> None:
@@ -94,10 +94,10 @@ def test_with_a_bound_the_fastest_waits_and_is_decided_when_the_slowest_has_come
     step(d, b, servers, 0, replica=1)
     step(d, b, servers, 1, replica=1)
     step(d, b, servers, 2, replica=1)  # a worker that did not wait
-    assert turns(a) == [(1, 0, 0), (1, 1, 0)]
+    assert replica_clocks(a) == [(1, 0, 0), (1, 1, 0)]
     assert d.state.status().pending == ("replica 1 at clock 2 waits for replica 0 at 0",)
     step(d, a, servers, 0, replica=0)
-    assert turns(a)[2:] == [(0, 0, 1), (1, 2, 1)]
+    assert replica_clocks(a)[2:] == [(0, 0, 1), (1, 2, 1)]
 
 
 def test_a_death_voids_every_attempt_and_starts_the_clocks_again() -> None:
@@ -106,13 +106,13 @@ def test_a_death_voids_every_attempt_and_starts_the_clocks_again() -> None:
         step(d, a, servers, clock, replica=0)
     c.lose()
     end, now = a.last(Decision), a.last(Membership)
-    assert (end.outcome, end.turn, end.next_generation) == (Outcome.ABORT, None, now.generation)
+    assert (end.outcome, end.replica_clock, end.next_generation) == (Outcome.ABORT, None, now.generation)
     assert (now.num_replicas, now.version) == (2, 2)
     step(d, a, servers, 2, replica=0)  # of the old generation's clocks
     assert d.state.status().version == 2
     step(d, a, servers, 0, replica=0)
     step(d, b, servers, 0, replica=1)
-    assert turns(a)[-2:] == [(0, 0, 0), (1, 0, 1)]
+    assert replica_clocks(a)[-2:] == [(0, 0, 0), (1, 0, 1)]
 
 
 def test_a_restarted_coordinator_goes_on_with_the_same_clocks_and_resends_the_last_decisions() -> None:
@@ -125,13 +125,13 @@ def test_a_restarted_coordinator_goes_on_with_the_same_clocks_and_resends_the_la
     for peer in (*servers, a, b):
         peer.inbox.clear()
         peer.join()
-    assert turns(a) == [(1, 39, 0), (0, 0, 1)]
+    assert replica_clocks(a) == [(1, 39, 0), (0, 0, 1)]
     assert b_first not in a.received(Decision)
     step(d, a, servers, 0, replica=0)
     assert d.state.status().version == 41
     step(d, a, servers, 1, replica=0)
     step(d, b, servers, 40, replica=1)
-    assert (d.state.status().version, turns(b)[-2:]) == (43, [(0, 1, 2), (1, 40, 2)])
+    assert (d.state.status().version, replica_clocks(b)[-2:]) == (43, [(0, 1, 2), (1, 40, 2)])
 
 
 @pytest.mark.parametrize("ours", [Asynchronous(), BoundedStaleness(max_staleness=2), LocalSteps(inner_steps=3)])
@@ -164,6 +164,6 @@ def test_whatever_the_order_the_bound_holds_and_somebody_can_always_go_on(
         busy[r] = False
         clocks[r] += 1
         assert max(clocks) - min(clocks) <= bound + 1
-        assert turns(workers[0])[-1] == (r, clocks[r] - 1, min(clocks))
+        assert replica_clocks(workers[0])[-1] == (r, clocks[r] - 1, min(clocks))
     worst = d.state.status().counters.get("staleness_max", 0.0)
     assert worst <= (replicas - 1) * (2 * bound + 1)

@@ -164,8 +164,8 @@ class Worker(Client):
                 self.end(Outcome.ABORT)
         elif isinstance(event, Decision):
             self.version = event.version
-            turn = event.turn
-            name = None if turn is None else (event.generation, turn.replica, turn.clock)
+            replica_clock = event.replica_clock
+            name = None if replica_clock is None else (event.generation, replica_clock.replica, replica_clock.clock)
             self.stepping.decided(event)
             if self.voted and name == self.name:
                 self.end(event.outcome)
@@ -285,7 +285,7 @@ class Simulation:
         """What must hold at any moment of every server, and of the decisions that workers received."""
         commits = [d for d in sorted(self.decisions.values(), key=lambda d: d.step) if d.outcome is Outcome.COMMIT]
         assert [d.version for d in commits] == list(range(1, len(commits) + 1))
-        names = [(d.generation, d.turn.replica, d.turn.clock) for d in commits if d.turn is not None]
+        names = [(d.generation, of.replica, of.clock) for d in commits if (of := d.replica_clock) is not None]
         assert len(names) == len(set(names)) == len(commits), "a gradient is applied once"
         for server in self.servers:
             if server.slices:
@@ -310,8 +310,8 @@ class Simulation:
         assert self.policy.most_behind is not None
         bound = self.policy.most_behind
         for decision, (generation, replica, clock) in zip(commits, names, strict=True):
-            assert decision.turn is not None
-            assert clock - decision.turn.slowest_clock <= bound
+            assert decision.replica_clock is not None
+            assert clock - decision.replica_clock.slowest_clock <= bound
             others = {n[1] for n in names if n[0] == generation} - {replica}
             stale = decision.version - 1 - self.read[(generation, replica, clock)]
             assert stale <= len(others) * (2 * bound + 1), "no gradient is staler than the bound"

@@ -13,7 +13,7 @@ from axon_ps.errors import Busy, MemberLost
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.memory import CHUNK_BYTES, format_bytes, placed_bytes, slice_bytes
-from axon_ps.sharding.placement import Server, place
+from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous
 from axon_ps.sharding.precision import WirePrecision
@@ -67,7 +67,7 @@ def test_small_chunks_are_counted() -> None:
 def test_every_copy_counts() -> None:
     spec = spec_of(1 << 20)
     sizes = slice_bytes(spec, 0, 2)
-    held = placed_bytes(place(spec.plan(2), [Server(0), Server(1)], 2), sizes)
+    held = placed_bytes(new_placement(spec.plan(2), [Server(0), Server(1)], 2), sizes)
     assert held == Counter({0: sum(sizes), 1: sum(sizes)})
 
 
@@ -166,7 +166,7 @@ def out_of_memory(d: Driver, server: Peer, model: int = 0) -> None:
     d.perform(d.state.out_of_memory(server.session, model, number, Busy("4 GiB needed, 1 GiB there"), d.clock()))
 
 
-def test_a_server_that_no_room_a_model_is_a_reason_for_it_alone() -> None:
+def test_a_server_that_cannot_hold_a_model_is_a_reason_for_it_alone() -> None:
     d, worker, (server,) = assembled(None)
     d.register(worker, name="good")
     server.initialized()
@@ -209,7 +209,7 @@ def test_released_memory_is_offered_to_a_model_that_was_not_held() -> None:
     assert not any("is not held" in p for p in d.state.status().pending)
 
 
-def test_a_restore_that_the_servers_left_no_room_is_refused() -> None:
+def test_a_restore_without_memory_on_the_servers_is_refused() -> None:
     d, worker, servers = assembled(memory(20), memory(20))
     d.register(worker, spec_of(1 << 30), ADAMW)
     for s in servers:

@@ -52,18 +52,18 @@ def schedule(version: int = 0, **policy: float) -> CheckpointSchedule:
 
 def test_by_steps() -> None:
     s = schedule(7, every_steps=3)
-    assert [s.due(version, 1e9) for version in (7, 8, 9, 10, 11)] == [False, False, False, True, True]
+    assert [s.should_write(version, 1e9) for version in (7, 8, 9, 10, 11)] == [False, False, False, True, True]
     assert s.wait_s(1e9) == math.inf
     s.written(11, 200.0)
-    assert [s.due(version, 1e9) for version in (11, 13, 14)] == [False, False, True]
+    assert [s.should_write(version, 1e9) for version in (11, 13, 14)] == [False, False, True]
 
 
 def test_by_time_and_only_if_a_step_has_committed() -> None:
     s = schedule(7, every_s=60.0)
     assert s.wait_s(100.0) == 60.0
-    assert not s.due(8, 159.0)
-    assert s.due(8, 160.0)
-    assert not s.due(7, 1e9)
+    assert not s.should_write(8, 159.0)
+    assert s.should_write(8, 160.0)
+    assert not s.should_write(7, 1e9)
     assert s.wait_s(1e9) == math.inf, "the next step is the next change"
     s.written(8, 170.0)
     assert s.wait_s(170.0) == 60.0
@@ -72,9 +72,9 @@ def test_by_time_and_only_if_a_step_has_committed() -> None:
 def test_an_older_version_that_was_restored_is_counted_from() -> None:
     s = schedule(100, every_steps=10)
     s.restart(50)
-    assert not s.due(50, 100.0)
-    assert not s.due(59, 100.0)
-    assert s.due(60, 100.0)
+    assert not s.should_write(50, 100.0)
+    assert not s.should_write(59, 100.0)
+    assert s.should_write(60, 100.0)
 
 
 def test_a_failure_is_tried_again_ever_more_rarely() -> None:
@@ -85,7 +85,7 @@ def test_a_failure_is_tried_again_ever_more_rarely() -> None:
         assert s.wait_s(now) == pauses[-1]
         now += pauses[-1]
         assert s.may_try(now)
-        assert s.due(1, now)
+        assert s.should_write(1, now)
     assert pauses[:3] == [FIRST_RETRY_S, 2 * FIRST_RETRY_S, 4 * FIRST_RETRY_S]
     assert pauses[-1] == LONGEST_RETRY_S
     s.written(1, now)

@@ -11,7 +11,7 @@ from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Persist
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.records import load
-from axon_ps.coordinator.messages import vote_from_proto, vote_to_proto
+from axon_ps.coordinator.messages import step_message_to_proto, vote_from_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Decision, Outcome
 from axon_ps.wire.committed import MAX_BYTES, checked
@@ -139,7 +139,7 @@ def test_too_much_of_it_is_refused_by_name() -> None:
     assert checked(fitting) == fitting
     for wrong in ({"n": "x" * MAX_BYTES}, {"n": "é" * (MAX_BYTES // 2)}, {"": "x"}, {"a\nb": "x"}):
         with pytest.raises(InvalidRequest):
-            vote_from_proto(vote_to_proto(Vote(generation=1, step=1, commit=wrong)).vote)
+            vote_from_proto(step_message_to_proto(Vote(generation=1, step=1, commit=wrong)).vote)
     d = Driver()
     workers, shards = d.assembled()
     step(workers, shards, {"one": "x" * 3000})

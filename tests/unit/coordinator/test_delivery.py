@@ -11,8 +11,7 @@ from axon_ps.coordinator.messages import (
     copied_to_proto,
     corrupted_to_proto,
     initialized_to_proto,
-    ready_to_proto,
-    vote_to_proto,
+    step_message_to_proto,
 )
 from axon_ps.errors import InternalError
 from axon_ps.types import Decision, Membership, ModelProgress, Outcome
@@ -77,9 +76,9 @@ def test_our_message_is_resent_until_it_is_decided() -> None:
     m.record_initialized(initialized)
     ready, vote = Ready(generation=3, step=5, sums_of_squares=(1.0,)), Vote(generation=3, step=5)
     assert m.record(ready) == []
-    assert m.to_resend() == [initialized, ready_to_proto(ready)]
+    assert m.to_resend() == [initialized, step_message_to_proto(ready)]
     assert m.record(vote) == []
-    assert m.to_resend() == [initialized, vote_to_proto(vote)]
+    assert m.to_resend() == [initialized, step_message_to_proto(vote)]
     m.receive(COMMIT)
     assert m.to_resend() == [initialized]
 
@@ -97,7 +96,7 @@ def test_each_model_has_its_own_decisions_orders_and_messages() -> None:
     for vote in votes:
         assert m.record(vote) == []
     m.receive(dataclasses.replace(other, step=2, version=2))
-    assert m.to_resend() == [vote_to_proto(votes[0])]
+    assert m.to_resend() == [step_message_to_proto(votes[0])]
     m.record(dataclasses.replace(votes[1], step=3))
     later = dataclasses.replace(next_generation(), models=(ModelProgress(model=2, step=4, version=2),))
     aborts = [e for e in m.receive(later) if isinstance(e, Decision)]

@@ -79,7 +79,7 @@ def test_all_are_told_ever_more_rarely_as_it_costs_more() -> None:
     for step in range(100):
         now = step * TOGETHER_S
         f.join(step, now)
-        assert f.due == now + (TOGETHER_A_MEMBER_S * 10_000 if step else TOGETHER_S), "who joins waits for more"
+        assert f.deadline == now + (TOGETHER_A_MEMBER_S * 10_000 if step else TOGETHER_S), "who joins waits for more"
         told.append(f.take(10_000, now + TOGETHER_S) is None)
         assert not f.joined
     assert sum(told) == 1 == told[0], f"{ANNOUNCE_S * 1e6:g} s between two"

@@ -147,9 +147,9 @@ def test_reports_of_the_script_are_curves_and_nonsense_is_ignored() -> None:
 
 def test_rates_are_taken_of_a_members_totals() -> None:
     loads = Loads()
-    place = (Role.SHARD, 1)
-    loads.measured(place, {"sent_bytes": 100.0, "memory_bytes": 7.0, "cpu_s": 1.0}, 10.0)
-    loads.measured(place, {"sent_bytes": 300.0, "memory_bytes": 8.0, "cpu_s": 2.0}, 12.0)
+    member = (Role.SHARD, 1)
+    loads.measured(member, {"sent_bytes": 100.0, "memory_bytes": 7.0, "cpu_s": 1.0}, 10.0)
+    loads.measured(member, {"sent_bytes": 300.0, "memory_bytes": 8.0, "cpu_s": 2.0}, 12.0)
     (load,) = loads.take_new()
     assert (load.sent_bytes_per_s, load.memory_bytes, load.cpu) == (100.0, 8.0, 0.5)
     assert not loads.take_new()

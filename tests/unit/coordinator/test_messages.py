@@ -25,8 +25,8 @@ from axon_ps.wire.events import (
     SnapshotOrder,
     SnapshotReport,
     Status,
-    StepDue,
     Vote,
+    VoteRequest,
     Welcome,
 )
 from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, placement_pb2, session_pb2, status_pb2
@@ -67,7 +67,7 @@ MEMBERSHIP = Membership(
             model=2,
             copy=CopyFrom(source=1, weight=0.005, version=9),
         ),
-        StepDue(generation=2, step=7, model=1),
+        VoteRequest(generation=2, step=7, model=1),
         SnapshotOrder(id=1, uri="u", version=2, models=(ModelProgress(model=3, step=0, version=4),)),
         RestoreOrder(epoch=1, uri="u", version=2, model=3, section="critic"),
     ],
@@ -106,23 +106,23 @@ def test_what_goes_up() -> None:
         with pytest.raises(InvalidRequest, match="name"):
             m.join_from_proto(message)
     vote = Vote(generation=1, step=2, max_norm=0.5, hyper=({"lr": 0.1}, {}), commit={"used": "3"})
-    assert m.vote_from_proto(m.vote_to_proto(vote).vote) == vote
+    assert m.vote_from_proto(m.step_message_to_proto(vote).vote) == vote
     copy = Vote(generation=1, step=2, model=3, copy=CopyFrom(source=1, weight=0.5), blocked=True)
-    assert m.vote_from_proto(m.vote_to_proto(copy).vote) == copy
+    assert m.vote_from_proto(m.step_message_to_proto(copy).vote) == copy
     for weight in (0.0, 2.5):
         weighted = dataclasses.replace(vote, weight=weight)
-        assert m.vote_from_proto(m.vote_to_proto(weighted).vote) == weighted
+        assert m.vote_from_proto(m.step_message_to_proto(weighted).vote) == weighted
     for weight in (-1.0, math.inf, math.nan, 1e-40, 1e40):
         with pytest.raises(InvalidRequest, match="a vote's weight is"):
-            m.vote_from_proto(m.vote_to_proto(dataclasses.replace(vote, weight=weight)).vote)
+            m.vote_from_proto(m.step_message_to_proto(dataclasses.replace(vote, weight=weight)).vote)
     for weight in (0.0, -1.0, 1.5, math.nan):
-        message = m.vote_to_proto(dataclasses.replace(copy, copy=CopyFrom(source=1, weight=weight))).vote
+        message = m.step_message_to_proto(dataclasses.replace(copy, copy=CopyFrom(source=1, weight=weight))).vote
         with pytest.raises(InvalidRequest, match="weight of a copy"):
             m.vote_from_proto(message)
     ready = Ready(generation=1, step=2, sums_of_squares=(math.inf, 0.5), placement=7, digests={3: (1 << 64) - 1, 0: 0})
-    assert m.ready_from_proto(m.ready_to_proto(ready).ready) == ready
+    assert m.ready_from_proto(m.step_message_to_proto(ready).ready) == ready
     nothing = Ready(generation=1, step=2, sums_of_squares=())
-    assert m.ready_from_proto(m.ready_to_proto(nothing).ready) == nothing
+    assert m.ready_from_proto(m.step_message_to_proto(nothing).ready) == nothing
     copied = Copied(model=3, epoch=2, slices=(1, 5), placement=9)
     assert m.copied_from_proto(m.copied_to_proto(copied).copied) == copied
     report = SnapshotReport(id=4, files=(SnapshotFile(name="f", sha256="0" * 64, bytes=5, model=2),))
@@ -188,8 +188,8 @@ def reported(**values: float) -> status_pb2.StatusReply:
         (m.event_from_proto, welcome(rank=(1 << 32) - 2), "gives rank 4294967294"),
         (m.event_from_proto, welcome(lease_s=float("nan")), "lease of nan s"),
         (m.event_from_proto, welcome(lease_s=0.0), r"lease of 0\.0 s; at least 0\.01"),
-        (m.status_from_proto, reported(step=float("nan")), "step nan of 0"),
-        (m.status_from_proto, reported(step=1.0, steps=float("inf")), "step 1.0 of inf"),
+        (m.status_from_proto, reported(step=float("nan")), "of step nan"),
+        (m.status_from_proto, reported(step=1.0, steps=float("inf")), "of inf steps"),
         (
             m.snapshot_report_from_proto,
             checkpoint_pb2.SnapshotReport(files=[checkpoint_pb2.SnapshotFile(name="f", sha256="0")]),

@@ -24,7 +24,7 @@ from axon_ps.errors import (
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding.placement import Server, place
+from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Outcome
 from axon_ps.wire.events import (
@@ -56,7 +56,7 @@ def test_the_first_gives_and_uploads_the_others_agree() -> None:
     assert (first.first, first.upload, first.initialized, first.version) == (True, True, False, 0)
     second = d.register(b)
     assert (second.first, second.upload) == (False, False)
-    placement = place(SPEC.plan(1), [Server(0, "s")], 1)
+    placement = new_placement(SPEC.plan(1), [Server(0, "s")], 1)
     assert shard.last(JobState) == JobState(
         name="model 0", spec=SPEC, optimizer=registered_optimizer(d), placement=placement
     )
@@ -368,7 +368,7 @@ def test_a_restore_ends_the_step_and_makes_a_generation_at_the_version_restored(
     assert [type(e) for e in shard.inbox] == [Decision, JobState, RestoreOrder, Membership]
     assert [type(e) for e in a.inbox] == [Decision, JobState, Membership]
     assert a.last(Decision).outcome is Outcome.ABORT
-    placement = place(SPEC.plan(1), [Server(0, "s")], 1, number=2)
+    placement = new_placement(SPEC.plan(1), [Server(0, "s")], 1, number=2)
     assert a.last(JobState) == JobState(name="model 0", initialized=False, version=7, epoch=1, placement=placement)
     assert shard.last(RestoreOrder) == RestoreOrder(epoch=1, uri="/ckpt", version=7)
     assert (a.membership.generation, a.membership.version, a.membership.step) == (generation + 1, 7, 2)
@@ -399,7 +399,7 @@ def test_a_restore_goes_on_after_restarts_of_the_coordinator_and_of_a_server() -
         Membership,
     ]
     reborn.initialized(version=7, epoch=1)
-    placement = place(SPEC.plan(2), [Server(0, "s"), Server(1, "s")], 2, number=2)
+    placement = new_placement(SPEC.plan(2), [Server(0, "s"), Server(1, "s")], 2, number=2)
     assert a.last(JobState) == JobState(name="model 0", initialized=True, version=7, epoch=1, placement=placement)
     assert a.membership.complete
 
@@ -422,7 +422,7 @@ def test_a_failed_restore_breaks_the_job_until_another_succeeds() -> None:
         p.join()
     restore(d, "/older", 3)
     shard.initialized(version=3, epoch=2)
-    placement = place(SPEC.plan(1), [Server(0, "s")], 1, number=3)
+    placement = new_placement(SPEC.plan(1), [Server(0, "s")], 1, number=3)
     assert a.last(JobState) == JobState(name="model 0", initialized=True, version=3, epoch=2, placement=placement)
 
 
@@ -457,7 +457,7 @@ def test_a_server_reborn_empty_breaks_the_job_until_a_restore_heals_it() -> None
     assert a.membership.complete
     for s in (shards[0], reborn):
         s.initialized(version=7, epoch=1)
-    placement = place(SPEC.plan(2), [Server(0, "s"), Server(1, "s")], 1, number=a.placement_number())
+    placement = new_placement(SPEC.plan(2), [Server(0, "s"), Server(1, "s")], 1, number=a.placement_number())
     assert a.last(JobState) == JobState(name="model 0", initialized=True, version=7, epoch=1, placement=placement)
 
 

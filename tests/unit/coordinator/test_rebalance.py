@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from axon_ps.coordinator.core.placement.rebalance import Copy, Drop, Move, Promote, plan_moves
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding.placement import Holders, Placement, Server, place
+from axon_ps.sharding.placement import Holders, Placement, Server, new_placement
 from axon_ps.sharding.plan import PlanOptions, make_plan
 from axon_ps.types import DType
 
@@ -70,7 +70,7 @@ class World:
         units = [build_unit(f"u{i}", [(f"w{i}", (size,), DType.F32)]) for i, size in enumerate(sizes)]
         cut = make_plan(Layout(units=tuple(units)), len(self.servers), PlanOptions(min_slice_numel=rng.randint(1, 300)))
         self.numels = [s.numel for s in cut.numbered][:40]
-        self.placement = Placement(place(cut, self.servers, self.replication).holders[:40], cut.num_servers)
+        self.placement = Placement(new_placement(cut, self.servers, self.replication).holders[:40], cut.num_servers)
         self.budget = rng.choice([0, largest, 5 * largest, ANY])
 
     @property
@@ -298,7 +298,7 @@ def new_model() -> tuple[list[int], Callable[[str, int], Placement]]:
     """160 equal slices, and where they are placed on four servers."""
     units = tuple(build_unit(f"u{i}", [(f"w{i}", (4096,), DType.F32)]) for i in range(40))
     cut = make_plan(Layout(units=units), 4, PlanOptions(min_slice_numel=1024))
-    return [s.numel for s in cut.numbered], lambda nodes, replication: place(cut, servers(nodes), replication)
+    return [s.numel for s in cut.numbered], lambda nodes, replication: new_placement(cut, servers(nodes), replication)
 
 
 def rest(

@@ -11,7 +11,7 @@ import pytest
 from axon_ps.coordinator.core import records
 from axon_ps.errors import ConfigurationError
 from axon_ps.sharding.placement import Holders, Placement
-from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, Role, Turn
+from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, ReplicaClock, Role
 from axon_ps.wire.events import RestoreOrder
 from axon_ps.wire.v1 import membership_pb2, session_pb2, state_pb2
 from coordinator_driver import OPTIMIZER, SPEC
@@ -41,7 +41,8 @@ DECISIONS = (
     Decision(step=28, generation=6, outcome=Outcome.SKIP, version=27, grad_norm=math.inf, reason="inf", model=3),
     Decision(
         step=29, generation=7, outcome=Outcome.COMMIT, version=28, clip_factor=1 / 3, hyper=({"lr": 0.1, "b": 5e-324},),
-        turn=Turn(replica=2, clock=9, slowest_clock=7), copy=CopyFrom(source=0, weight=0.5, version=3), model=3,
+        replica_clock=ReplicaClock(replica=2, clock=9, slowest_clock=7), copy=CopyFrom(source=0, weight=0.5, version=3),
+        model=3,
     ),
 )  # fmt: skip
 

@@ -23,9 +23,9 @@ def test_it_agrees_with_a_dictionary(events: list[tuple[int, float | None] | flo
     model: dict[int, float] = {}
     for event in events:
         if isinstance(event, float):
-            due = list(deadlines.due(event))
-            assert due == sorted(due, key=lambda k: model[k])
-            assert set(due) == {k for k, moment in model.items() if moment <= event}
+            expired = list(deadlines.expired(event))
+            assert expired == sorted(expired, key=lambda k: model[k])
+            assert set(expired) == {k for k, moment in model.items() if moment <= event}
             model = {k: moment for k, moment in model.items() if moment > event}
         elif event[1] is None:
             deadlines.remove(event[0])

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_ps.data.elastic import ElasticBatch, MicroBatch, Place, Position, SamplePlan
+from axon_ps.data.elastic import Coordinates, ElasticBatch, MicroBatch, Position, SamplePlan
 from axon_ps.errors import InvalidRequest
 
 
-def places(replicas: int, workers: int) -> list[Place]:
+def all_coordinates(replicas: int, workers: int) -> list[Coordinates]:
     """Every worker of a job."""
     return [
-        Place(replica=r, num_replicas=replicas, index=i, workers=workers)
+        Coordinates(replica=r, num_replicas=replicas, index=i, workers=workers)
         for r, i in itertools.product(range(replicas), range(workers))
     ]
 
@@ -29,9 +29,9 @@ def plan_of(length: int, samples: int, at_a_time: int, *, seed: int = 0, drop_la
     return SamplePlan(length, batch, seed=seed, drop_last=drop_last)
 
 
-def steps(plan: SamplePlan, begin: Position, place: Place) -> Iterator[list[MicroBatch]]:
+def steps(plan: SamplePlan, begin: Position, coordinates: Coordinates) -> Iterator[list[MicroBatch]]:
     """A worker's micro-batches, step by step."""
-    for _, micro in itertools.groupby(plan.micro_batches(begin, place), lambda m: m.after):
+    for _, micro in itertools.groupby(plan.micro_batches(begin, coordinates), lambda m: m.after):
         yield list(micro)
 
 
@@ -41,9 +41,9 @@ def test_a_step_has_every_sample_once_and_the_weights_make_a_mean(workers: int) 
     for count, at_a_time, replicas in itertools.product(range(1, 14), range(1, 5), range(1, 6)):
         batch = ElasticBatch(samples=13, at_a_time=at_a_time)
         taken, weights, turns = [], Fraction(0), set[tuple[int, int]]()
-        for place in places(replicas, workers):
-            ranges = batch.cut(100, count, place)
-            turns.add((place.replica, len(ranges)))
+        for coordinates in all_coordinates(replicas, workers):
+            ranges = batch.cut(100, count, coordinates)
+            turns.add((coordinates.replica, len(ranges)))
             assert ranges, "every worker runs the model in every step"
             assert all(0 <= end - begin <= at_a_time for begin, end in ranges)
             assert [e - b for b, e in ranges] == sorted(e - b for b, e in ranges), "the shortest come first"
@@ -57,12 +57,12 @@ def test_a_step_has_every_sample_once_and_the_weights_make_a_mean(workers: int) 
 
 def test_survivors_take_over_the_same_samples_in_the_same_cut() -> None:
     batch = ElasticBatch(samples=32, at_a_time=8)
-    four = [batch.cut(0, 32, place) for place in places(4, 1)]
+    four = [batch.cut(0, 32, coordinates) for coordinates in all_coordinates(4, 1)]
     assert four == [[(0, 8)], [(8, 16)], [(16, 24)], [(24, 32)]]
-    three = [batch.cut(0, 32, place) for place in places(3, 1)]
+    three = [batch.cut(0, 32, coordinates) for coordinates in all_coordinates(3, 1)]
     assert three == [[(24, 32), (0, 8)], [(8, 16)], [(16, 24)]]
-    assert batch.cut(0, 32, Place()) == [(24, 32), (16, 24), (8, 16), (0, 8)]
-    five = [batch.cut(0, 32, place) for place in places(5, 1)]
+    assert batch.cut(0, 32, Coordinates()) == [(24, 32), (16, 24), (8, 16), (0, 8)]
+    five = [batch.cut(0, 32, coordinates) for coordinates in all_coordinates(5, 1)]
     assert five == [[(0, 7)], [(7, 14)], [(14, 20)], [(20, 26)], [(26, 32)]], "all of them take part"
 
 
@@ -83,7 +83,7 @@ def test_an_epoch_has_every_sample_once_whoever_is_there(
         position = plan.current(plan.position(state))
         if position.epoch:
             break
-        firsts = [next(steps(plan, position, place)) for place in places(replicas, workers)]
+        firsts = [next(steps(plan, position, coordinates)) for coordinates in all_coordinates(replicas, workers)]
         assert len({micro.after for mine in firsts for micro in mine}) == 1, "all vote for the same"
         if outcome == "commit":
             used += [i for mine in firsts for micro in mine if micro.weight for i in plan.indices(micro)]
@@ -93,24 +93,24 @@ def test_an_epoch_has_every_sample_once_whoever_is_there(
 
 def test_who_has_nothing_computes_with_something_that_counts_for_nothing() -> None:
     plan = plan_of(2, 4, 1)
-    last = [next(plan.micro_batches(Position(), place)) for place in places(3, 1)]
+    last = [next(plan.micro_batches(Position(), coordinates)) for coordinates in all_coordinates(3, 1)]
     assert [(m.weight, len(plan.indices(m))) for m in last] == [(0.5, 1), (0.5, 1), (0.0, 1)]
 
 
 def test_weights_and_numbers() -> None:
     plan = plan_of(10, 7, 3)
-    first, second = steps(plan, Position(), Place())
+    first, second = steps(plan, Position(), Coordinates())
     assert [(m.index, m.count, m.begin, m.end) for m in first] == [(0, 3, 5, 7), (1, 3, 3, 5), (2, 3, 0, 3)]
     assert math.isclose(sum(m.weight for m in first), 1.0)
     assert [m.weight for m in second] == [1.0]
     assert (second[0].before, second[0].after) == (Position(samples=7), Position(samples=10))
     assert plan.current(Position(samples=10)) == Position(epoch=1)
-    assert list(plan.micro_batches(Position(samples=10), Place())) == []
+    assert list(plan.micro_batches(Position(samples=10), Coordinates())) == []
 
 
 def test_drop_last() -> None:
     plan = plan_of(10, 4, 4, drop_last=True)
-    assert [m.after.samples for m in plan.micro_batches(Position(), Place())] == [4, 8]
+    assert [m.after.samples for m in plan.micro_batches(Position(), Coordinates())] == [4, 8]
     assert plan.current(Position(samples=8)) == Position(epoch=1)
     with pytest.raises(InvalidRequest, match="10 samples, so there is no step of 11"):
         plan_of(10, 11, 4, drop_last=True)

@@ -16,7 +16,7 @@ BESIDE = Path(kernels.__file__).with_name("__pycache__")
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that NUMBA_CACHE_DIR names, with one loop in it."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     (tmp_path / "kernels_1").mkdir()
@@ -25,31 +25,31 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_record_counts_while_all_its_files_are_there(place: Path) -> None:
-    assert loop_cache.folder() == place
+def test_a_record_counts_while_all_its_files_are_there(directory: Path) -> None:
+    assert loop_cache.folder() == directory
     assert not loop_cache.is_complete()
-    loop_cache.record(place, "abc")
+    loop_cache.record(directory, "abc")
     assert loop_cache.is_complete()
-    (place / "kernels_1" / "loop.abc.1.nbc").unlink()
+    (directory / "kernels_1" / "loop.abc.1.nbc").unlink()
     assert not loop_cache.is_complete()
 
 
-def test_a_record_is_not_of_another_setting_of_the_compiler(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop_cache.record(place, "abc")
+def test_a_record_is_not_of_another_setting_of_the_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop_cache.record(directory, "abc")
     monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
     assert not loop_cache.is_complete()
 
 
 @pytest.mark.parametrize("sources", ["", "another"])
-def test_nothing_is_recorded_of_other_sources_or_of_nothing(place: Path, sources: str) -> None:
-    (place / "kernels_1" / "loop.abc.nbi").unlink()
-    (place / "kernels_1" / "loop.abc.1.nbc").unlink()
-    loop_cache.record(place, sources)
+def test_nothing_is_recorded_of_other_sources_or_of_nothing(directory: Path, sources: str) -> None:
+    (directory / "kernels_1" / "loop.abc.nbi").unlink()
+    (directory / "kernels_1" / "loop.abc.1.nbc").unlink()
+    loop_cache.record(directory, sources)
     assert not loop_cache.is_complete()
 
 
-def test_a_record_that_cannot_be_read_is_none(place: Path) -> None:
-    (place / loop_cache.record_name()).write_text("{", encoding="utf-8")
+def test_a_record_that_cannot_be_read_is_none(directory: Path) -> None:
+    (directory / loop_cache.record_name()).write_text("{", encoding="utf-8")
     assert not loop_cache.is_complete()
 
 
@@ -72,18 +72,18 @@ def test_the_folder_is_the_first_that_can_be_written(tmp_path: Path, monkeypatch
 
 
 def test_an_empty_folder_is_filled_and_another_one_is_left_alone(
-    place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    directory: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop_cache.record(place, "abc")
+    loop_cache.record(directory, "abc")
     container = tmp_path_factory.mktemp("container") / "cache"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(container))
-    loop_cache.fill(place / "not in this image")
+    loop_cache.fill(directory / "not in this image")
     assert not loop_cache.is_complete()
-    loop_cache.fill(place)
+    loop_cache.fill(directory)
     assert loop_cache.is_complete()
-    assert {path.name for path in container.rglob("*.*")} == {path.name for path in place.rglob("*.*")}
+    assert {path.name for path in container.rglob("*.*")} == {path.name for path in directory.rglob("*.*")}
     (container / "kernels_1" / "loop.abc.1.nbc").unlink()
-    loop_cache.fill(place)
+    loop_cache.fill(directory)
     assert not loop_cache.is_complete()
 
 

@@ -155,7 +155,7 @@ class FakeSteps:
     def wait_latest(self, position: tuple[int, int]) -> None:
         pass
 
-    is_due = False  # nobody waits for us
+    vote_requested = False  # nobody waits for us
 
     @property
     def attempt(self) -> tuple[int, int]:

@@ -72,7 +72,7 @@ def test_the_smallest_that_is_large_enough_is_taken(memory: Memory) -> None:
     assert pool.take(5, F32).data_ptr() == addresses[0]
 
 
-def test_idle_buffers_go_where_others_need_the_room_and_when_trimmed(memory: Memory) -> None:
+def test_idle_buffers_go_where_others_need_the_memory_and_when_trimmed(memory: Memory) -> None:
     pool, meter = make_pool(memory, 1000)
     pool.give(pool.take(100, F32))
     big = pool.take(200, F32)  # 400 idle and 800 out would be too much
@@ -93,17 +93,17 @@ def test_more_than_the_limit_is_handed_out_but_not_kept(memory: Memory) -> None:
     assert meter.current_bytes == 400
 
 
-def test_room_is_what_no_buffer_takes_however_little_of_it_is_used(memory: Memory) -> None:
+def test_capacity_is_what_no_buffer_takes_however_little_of_it_is_used(memory: Memory) -> None:
     pool, _ = make_pool(memory, 800)
     pool.give(pool.take(100, F32))
     small = pool.take(1, F32)  # in a buffer of 400 bytes
     assert pool.has_capacity(400)
     assert not pool.has_capacity(401)
     pool.give(small)
-    assert pool.has_capacity(10_000), "one buffer always has room"
+    assert pool.has_capacity(10_000), "one buffer always fits"
 
 
-def test_waiting_for_room(memory: Memory) -> None:
+def test_waiting_for_capacity(memory: Memory) -> None:
     pool, _ = make_pool(memory, 400)
     buffer = pool.take(100, F32)
     waiter = threading.Thread(target=pool.wait_for_capacity, args=(4,))

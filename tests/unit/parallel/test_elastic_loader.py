@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset,
 
 import axon_ps
 from axon_ps import World
-from axon_ps.data.elastic import ElasticBatch, Place, Position, SamplePlan
+from axon_ps.data.elastic import Coordinates, ElasticBatch, Position, SamplePlan
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel import FSDP, SGD, BoundedStaleness, CPUOffload, ElasticLoader, GradScaler, ShardingStrategy
 from axon_ps.testing import run_threads
@@ -58,7 +58,7 @@ def plain(max_norm: float = MAX_NORM) -> State:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(EPOCHS):
-        for step in plan.micro_batches(Position(epoch=epoch), Place()):
+        for step in plan.micro_batches(Position(epoch=epoch), Coordinates()):
             rows = plan.indices(step)
             optimizer.zero_grad()
             nn.functional.mse_loss(model(INPUTS[rows]), TARGETS[rows]).backward()

@@ -15,12 +15,12 @@ from torch import nn
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Broken, InternalError, StepAborted
-from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.fsdp.flat_unit import _TRANSITIONS, FlatUnit, UnitState
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, ParameterSource, RemoteSource, _window
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
+from axon_ps.parallel.precision import MixedPrecision
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.types import Array, DType

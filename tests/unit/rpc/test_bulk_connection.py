@@ -1,4 +1,4 @@
-"""Frames arrive as they were sent, however the network cuts them, and where `Place` says."""
+"""Frames arrive as they were sent, however the network cuts them, and where `Destination` says."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ async def received(bodies: Sequence[bytes], cuts: Sequence[int], start: int) -> 
 
     targets: list[memoryview] = []
 
-    def place(_: memoryview, size: int) -> tuple[int, memoryview]:
+    def destination(_: memoryview, size: int) -> tuple[int, memoryview]:
         targets.append(memoryview(bytearray(size - start)))
         return start, targets[-1]
 
     sending = asyncio.create_task(send())
     for number, body in enumerate(bodies):
-        kind, came = await connection.receive(place if number % 2 else None)
+        kind, came = await connection.receive(destination if number % 2 else None)
         assert kind is Kind.MESSAGE
         assert bytes(came) + bytes(targets.pop() if targets else b"") == body
     await sending

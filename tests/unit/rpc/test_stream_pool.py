@@ -24,7 +24,7 @@ class OneStub:
 class FakeStream:
     """A stream that is over once it was cancelled."""
 
-    place = "Method at server"
+    target = "Method at server"
 
     def __init__(self) -> None:
         self.cancelled = False

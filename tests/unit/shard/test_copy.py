@@ -17,7 +17,7 @@ from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.layout import Layout
-from axon_ps.sharding.placement import Server, place
+from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
     Array,
@@ -187,7 +187,7 @@ class Job:
         for number, (layout, values) in enumerate(((LAYOUT, OTHERS), (FROZEN, VALUES))):
             optimizer = one_group(layout, lr=1.0) if number == 0 else None
             spec = job_of(layout)
-            placement = place(spec.plan(1), [Server(0)], 1)
+            placement = new_placement(spec.plan(1), [Server(0)], 1)
             state = JobState(model=number, name=f"m{number}", spec=spec, optimizer=optimizer, placement=placement)
             self.shell.on_event(state)
             await self.shell.model(number).order.idle.wait()

@@ -37,7 +37,7 @@ def block_of(owned: OwnedSlice, array: str, element: int) -> Corruption:
 
 def heal(made: Replicated, rank: int, number: int) -> None:
     """What coordinator and shells do: another holder goes on, and the server gets the slice again."""
-    made.place(made.placement.corrupted(number, rank))
+    made.set_placement(made.placement.corrupted(number, rank))
     made.begin_generation()
     copy_slices(made, rank)
 
@@ -232,7 +232,7 @@ def test_a_corrupt_slice_that_is_not_being_copied_yet_stays_lost() -> None:
     made.step(2)
     made.commit()
     assert owned.take_corruptions()
-    made.place(made.placement.changed({0: made.placement.holders[0].with_primary(1)}))
+    made.set_placement(made.placement.changed({0: made.placement.holders[0].with_primary(1)}))
     assert owned.corrupt
     assert not owned.copying
     assert made.engines[1].gradients.ready() is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
-from axon_ps.shard.client.line import QUEUE_S, SHORT_RTT_S, WINDOW_S, Rate, Turns, filling_s
+from axon_ps.shard.client.line import QUEUE_S, SHORT_RTT_S, WINDOW_S, Permits, Rate, filling_s
 
 UNIT_BYTES = 4 << 20
 
@@ -76,14 +76,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_transfers_begin_in_order_as_the_line_has_room() -> None:
+def test_transfers_begin_in_order_as_the_line_has_capacity() -> None:
     async def main() -> None:
-        turns = Turns()
+        permits = Permits()
         begun: list[int] = []
         ends: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in range(4)]
 
         async def transfer(i: int) -> None:
-            async with turns.turn(10, 4):
+            async with permits.request(10, 4):
                 begun.append(i)
                 await ends[i]
 
@@ -105,7 +105,7 @@ def test_transfers_begin_in_order_as_the_line_has_room() -> None:
             "CancelledError",
             "NoneType",
         ]
-        async with turns.turn(1, 0):
+        async with permits.request(1, 0):
             pass
 
     run(main())
@@ -113,23 +113,23 @@ def test_transfers_begin_in_order_as_the_line_has_room() -> None:
 
 def test_the_next_begins_once_what_is_left_is_little() -> None:
     async def main() -> None:
-        turns, begun = Turns(), asyncio.Event()
+        permits, begun = Permits(), asyncio.Event()
 
         async def second() -> None:
-            async with turns.turn(10, 4):
+            async with permits.request(10, 4):
                 begun.set()
 
-        async with turns.turn(10, 4) as turn:
+        async with permits.request(10, 4) as permit:
             task = asyncio.create_task(second())
-            turn.moved(5)
+            permit.moved(5)
             await settle()
             assert not begun.is_set()
-            turn.moved(1)
+            permit.moved(1)
             await settle()
             assert begun.is_set()
-            turn.moved(100)  # sent again after a failure: more than it has
+            permit.moved(100)  # sent again after a failure: more than it has
         await task
-        async with turns.turn(1, 0):
+        async with permits.request(1, 0):
             pass
 
     run(main())
@@ -137,16 +137,16 @@ def test_the_next_begins_once_what_is_left_is_little() -> None:
 
 def test_of_those_that_wait_the_first_in_order_is_next_whenever_it_came() -> None:
     async def main() -> None:
-        turns, begun = Turns(), list[int]()
+        permits, begun = Permits(), list[int]()
 
         async def transfer(order: int) -> None:
-            async with turns.turn(10, 0, order):
+            async with permits.request(10, 0, order):
                 begun.append(order)
 
-        async with turns.turn(10, 0, 9):
+        async with permits.request(10, 0, 9):
             tasks = [asyncio.create_task(transfer(order)) for order in (8, 3, 5, 3)]
             await settle()
-            async with turns.turn(10, math.inf, -1):  # before all of them, and at once
+            async with permits.request(10, math.inf, -1):  # before all of them, and at once
                 assert not begun
             tasks.append(asyncio.create_task(transfer(4)))
             await settle()
@@ -159,8 +159,8 @@ def test_of_those_that_wait_the_first_in_order_is_next_whenever_it_came() -> Non
 
 def test_without_a_limit_nobody_waits() -> None:
     async def main() -> None:
-        turns = Turns()
-        async with turns.turn(10, math.inf), turns.turn(10, math.inf), turns.turn(10, math.inf):
+        permits = Permits()
+        async with permits.request(10, math.inf), permits.request(10, math.inf), permits.request(10, math.inf):
             pass
 
     run(main())

@@ -24,7 +24,7 @@ from axon_ps.shard.server import copying, model_shell, model_values
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.shard.server.waiters import EventOrder
-from axon_ps.sharding.placement import Placement, Server, place
+from axon_ps.sharding.placement import Placement, Server, new_placement
 from axon_ps.types import Decision, DType, Member, Membership, Outcome, Role
 from axon_ps.wire.events import JobState, Ready, RestoreOrder
 from axon_ps.wire.v1.common_pb2 import CallContext
@@ -98,7 +98,7 @@ class Job:
         return self.shell.model(0)
 
     def placement(self, copies: int = 2, number: int = 0) -> Placement:
-        made = place(SPEC.plan(2), BOTH, copies)
+        made = new_placement(SPEC.plan(2), BOTH, copies)
         return replace(made, number=number or made.number)
 
     def state(self, model: int, copies: int = 2, **changes: Any) -> JobState:
@@ -269,7 +269,7 @@ def test_a_backup_makes_the_frames_that_somebody_asks_for_beside_what_else_it_do
 
 def test_a_unit_is_mapped_beside_what_else_a_server_does_and_no_step_begins_meanwhile(run: Run) -> None:
     async def body(job: Job) -> None:
-        await job.configured(copies=1, placement=place(SPEC.plan(1), [BOTH[0]], 1))
+        await job.configured(copies=1, placement=new_placement(SPEC.plan(1), [BOTH[0]], 1))
         await job.upload()
         owned = job.model.engine.slices[0]
         before = owned.master.values.copy()
@@ -328,7 +328,7 @@ def test_a_slice_that_was_copied_is_hashed_beside_what_else_a_server_does(run: R
         job.patch.setattr(job.shell.links, "stub", stub)
         async with job.long(OwnedSlice, "digests_of_copy") as work:
             assert job.model._copying is not None
-            job.model._copying.place()
+            job.model._copying.on_placement()
             await work.began.wait()
             assert owned.copying
         while owned.copying:

@@ -1,4 +1,4 @@
-"""What a server retains for subscribers: one version for all, encoded once, never changed, within its room."""
+"""What a server retains for subscribers: one version for all, encoded once, never changed, within its memory limit."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_the_oldest_gives_way_first_what_is_only_compared_with() -> None:
     assert p.counters["published_dropped"] >= 1
 
 
-def test_one_version_is_retained_however_small_the_room() -> None:
+def test_one_version_is_retained_however_small_the_limit() -> None:
     p = Published(max_bytes=0)
     subscriber = p.subscriber()
     p.steps(2)

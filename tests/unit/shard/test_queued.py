@@ -50,7 +50,7 @@ def test_a_replica_that_is_ahead_need_not_wait_and_what_completes_a_step_is_the_
     for offset in range(0, NUMEL, CHUNK):
         assert engine.gradients.ready() is None
         assert push(made, 0, offset) is Push.SUMMED
-        assert engine.gradients.turn_of(0, offset, 0) == (engine.slices[0], 3, True)
+        assert engine.gradients.next_in_order(0, offset, 0) == (engine.slices[0], 3, True)
     assert engine.gradients.ready() == (36.0 * NUMEL,)
     assert summed(made) == [6.0] * 3
     assert made.queues[0].queued_bytes == 0
@@ -61,7 +61,7 @@ def test_a_gap_stops_what_is_behind_it() -> None:
     assert push(made, 3) is Push.QUEUED
     assert push(made, 1) is Push.QUEUED
     assert push(made, 0) is Push.SUMMED
-    assert made.engines[0].gradients.turn_of(0, 0, 0)[1:] == (2, False)
+    assert made.engines[0].gradients.next_in_order(0, 0, 0)[1:] == (2, False)
     assert push(made, 2) is Push.SUMMED
     assert summed(made)[0] == 10.0
 
@@ -71,7 +71,7 @@ def test_a_replica_without_a_gradient_is_queued_too() -> None:
     (engine,) = made.engines
     assert engine.gradients.push(1, 0, 0, 1, DType.F32, None) is Push.QUEUED
     assert push(made, 0) is Push.SUMMED
-    assert engine.gradients.turn_of(0, 0, 0)[2]
+    assert engine.gradients.next_in_order(0, 0, 0)[2]
 
 
 def test_memory_that_is_borrowed_is_copied() -> None:
@@ -172,4 +172,4 @@ def test_what_no_compressor_writes_is_refused_to_who_sent_it() -> None:
             engine.gradients.push(1, 0, 0, 1, DType.U8, bad)
         assert engine.gradients.push(1, 0, 0, 1, DType.U8, data) is Push.QUEUED
         assert engine.gradients.push(1, 0, 0, 0, DType.U8, data) is Push.SUMMED
-        assert engine.gradients.turn_of(0, 0, 0)[2]
+        assert engine.gradients.next_in_order(0, 0, 0)[2]

@@ -20,11 +20,11 @@ from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.forwarding import Forwarding
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.placement import Holders, Placement, Server, place
+from axon_ps.sharding.placement import Holders, Placement, Server, new_placement
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome, Turn
+from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome, ReplicaClock
 from engine_driver import apply, cast_to, commit_of, layout_of, one_group
 
 LAYOUT = layout_of((100, 41), (60,), (50,), frozen=(2,))
@@ -68,7 +68,7 @@ class Replicated:
         self.spec, self.replicas = spec, replicas
         self.optimizer = optimizer or one_group(LAYOUT, lr=0.1)
         self.plan = spec.plan(2)
-        self.placement = placement or place(self.plan, [Server(0), Server(1)], 2)
+        self.placement = placement or new_placement(self.plan, [Server(0), Server(1)], 2)
         self.engines: dict[int, ShardEngine] = {}
         self.generation = 1
         for rank in (0, 1):
@@ -92,10 +92,10 @@ class Replicated:
         """Every slice of a unit on every server, with the server's rank."""
         return [(rank, s) for rank, e in self.engines.items() for s in e.slices.values() if s.chunks.unit == unit]
 
-    def place(self, placement: Placement) -> None:
+    def set_placement(self, placement: Placement) -> None:
         self.placement = placement
         for rank, engine in self.engines.items():
-            engine.place(placement, rank)
+            engine.set_placement(placement, rank)
 
     def begin_generation(self) -> None:
         engine = next(iter(self.engines.values()))
@@ -238,9 +238,9 @@ def test_copies_are_equal_where_replicas_step_asynchronously() -> None:
             grad = normals(LAYOUT.units[unit].numel, 10 * decided + unit)
             made.push(unit, replica, None if decided == 4 and unit == 0 else grad, clocks[replica])
         assert all((e.gradients.ready(replica) is not None) for e in made.engines.values())
-        turn = Turn(replica=replica, clock=clocks[replica], slowest_clock=0)
+        replica_clock = ReplicaClock(replica=replica, clock=clocks[replica], slowest_clock=0)
         for engine in made.engines.values():
-            apply(engine, dataclasses.replace(commit_of(engine), turn=turn))
+            apply(engine, dataclasses.replace(commit_of(engine), replica_clock=replica_clock))
         clocks[replica] += 1
         made.check_equal()
     assert made.engines[0].version == 9
@@ -269,7 +269,10 @@ def test_replicas_that_step_asynchronously_report_no_digests() -> None:
     for unit in TRAINABLE:
         made.push(unit, 0, normals(LAYOUT.units[unit].numel, unit), 0)
     for engine in made.engines.values():
-        apply(engine, dataclasses.replace(commit_of(engine), turn=Turn(replica=0, clock=0, slowest_clock=0)))
+        apply(
+            engine,
+            dataclasses.replace(commit_of(engine), replica_clock=ReplicaClock(replica=0, clock=0, slowest_clock=0)),
+        )
         assert engine.digests() == {}
 
 
@@ -355,7 +358,7 @@ def test_a_promoted_backup_serves_the_same_frames_and_goes_on_alike(param: Compr
     lost = made.engines.pop(0)
     before = {n: s.wire.frames for n, s in lost.slices.items() if s.primary}
     assert before
-    made.place(made.placement.without(0))
+    made.set_placement(made.placement.without(0))
     made.begin_generation()
     unfailed.drop(Outcome.ABORT)
     made.drop(Outcome.ABORT)
@@ -384,7 +387,7 @@ def copy_slices(made: Replicated, rank: int) -> None:
         frames = source.wire.frames if source.wire.compressed else ()
         updates = source.master.parameter_updates()
         engine.copied(owned, moments, updates, source.changed, source.copied, frames)
-    made.place(made.placement.copied(range(len(made.placement.holders)), rank, range(99)))
+    made.set_placement(made.placement.copied(range(len(made.placement.holders)), rank, range(99)))
 
 
 @pytest.mark.parametrize("param", [None, Int8(16), Int4()], ids=["plain", "int8", "int4"])
@@ -402,7 +405,7 @@ def test_a_copy_that_is_made_in_the_middle_of_a_step_goes_on_alike(name: str, pa
     placement = made.placement
     for number in range(len(placement.holders)):
         placement = placement.changed({number: placement.holders[number].with_copying(2)})
-    made.place(placement)
+    made.set_placement(placement)
     new = made.engines[2]
     assert new.version == 2
     assert all(s.copying for s in new.slices.values())
@@ -423,7 +426,7 @@ def test_a_copy_that_is_made_in_the_middle_of_a_step_goes_on_alike(name: str, pa
         made.check_equal()
     made.engines.pop(0)
     made.engines.pop(1)
-    made.place(made.placement.without(0).without(1))
+    made.set_placement(made.placement.without(0).without(1))
     made.begin_generation()
     made.step(6)
     made.commit()
@@ -440,7 +443,7 @@ def test_a_server_that_holds_nothing_follows_the_job_and_can_be_given_slices() -
         assert idle.gradients.ready() is None
         made.commit()
     assert idle.version == 2
-    made.place(made.placement.changed({1: made.placement.holders[1].with_copying(2)}))
+    made.set_placement(made.placement.changed({1: made.placement.holders[1].with_copying(2)}))
     assert [n for n, s in idle.slices.items() if s.copying] == [1]
     assert idle.slices[1].reached == 2
     copy_slices(made, 2)
@@ -454,7 +457,7 @@ def test_a_placement_adds_and_removes_slices_and_changes_roles() -> None:
     number, (primary, backup) = 0, made.placement.holders[0].complete
     ours = made.engines[primary].slices[number]
     before = dict(made.engines[primary].slices)
-    made.place(made.placement.changed({number: made.placement.holders[number].with_primary(backup)}))
+    made.set_placement(made.placement.changed({number: made.placement.holders[number].with_primary(backup)}))
     assert not ours.primary
     assert made.engines[backup].slices[number].primary
     assert dict(made.engines[primary].slices) == before, "nothing is made anew"
@@ -463,8 +466,8 @@ def test_a_placement_adds_and_removes_slices_and_changes_roles() -> None:
     made.check_equal()
     placement = made.placement.changed({number: made.placement.holders[number].without(primary)})
     made.placement = placement
-    assert made.engines[primary].place(placement, primary) == [ours]
-    assert made.engines[backup].place(placement, backup) == []
+    assert made.engines[primary].set_placement(placement, primary) == [ours]
+    assert made.engines[backup].set_placement(placement, backup) == []
     assert not made.engines[backup].slices[number].replicated
     with pytest.raises(SliceMoved, match="does not hold the slice of unit 0 with element 0"):
         made.engines[primary].parameters.available(0, 0, 0)
@@ -473,7 +476,7 @@ def test_a_placement_adds_and_removes_slices_and_changes_roles() -> None:
     made.step(2)
     made.commit()
     assert number not in made.engines[backup].digests(), "there is nothing to compare it with"
-    made.place(placement.changed({number: placement.holders[number].with_copying(primary)}))
+    made.set_placement(placement.changed({number: placement.holders[number].with_copying(primary)}))
     assert list(made.engines[primary].slices) == sorted(made.engines[primary].slices)
     again = made.engines[primary].slices[number]
     assert again is not ours
@@ -487,7 +490,7 @@ def test_a_placement_adds_and_removes_slices_and_changes_roles() -> None:
 def test_only_slices_that_a_server_is_not_getting_lack_first_values() -> None:
     made = Replicated(job(), replicas=1)
     made.add(2)
-    made.place(made.placement.changed({0: made.placement.holders[0].with_copying(2)}))
+    made.set_placement(made.placement.changed({0: made.placement.holders[0].with_copying(2)}))
     assert made.engines[2].parameters.lacking == 0
     alone = ShardEngine()
     alone.configure(job(), 0, 2, Placement((Holders((0,)),) * len(made.placement.holders), 2))
@@ -535,8 +538,8 @@ def test_a_decision_on_an_attempt_that_there_is_not_is_refused() -> None:
     """As a coordinator that lies would send it: `make lab NAME=fuzz` found an IndexError."""
     engine = ShardEngine()
     engine.configure(job(asynchronous=True), 0, 2)
-    turn = Turn(replica=5, clock=0, slowest_clock=0)
-    decision = Decision(step=0, generation=1, outcome=Outcome.ABORT, version=0, turn=turn)
+    replica_clock = ReplicaClock(replica=5, clock=0, slowest_clock=0)
+    decision = Decision(step=0, generation=1, outcome=Outcome.ABORT, version=0, replica_clock=replica_clock)
     with pytest.raises(InvalidRequest, match="replica 5's attempt; there are 1 here"):
         engine.decide(decision)
 
@@ -564,7 +567,7 @@ def test_a_server_whose_slices_have_left_forwards_none_of_them_after_a_broken_st
         async def stub(self, _: int) -> None:
             self.tried += 1
             if self.tried == 1:
-                engine.place(place(made.plan, [Server(1)], 1), 0)
+                engine.set_placement(new_placement(made.plan, [Server(1)], 1), 0)
                 assert not engine.slices
                 raise Broken("the stream to server 1 is broken")
             self.again.set()
@@ -573,7 +576,7 @@ def test_a_server_whose_slices_have_left_forwards_none_of_them_after_a_broken_st
     async def forwarded() -> None:
         links: Any = BrokenLinks()
         forwarding = Forwarding(0, engine, links, lambda owned: None)
-        forwarding.place()
+        forwarding.on_placement()
         assert engine.slices.primaries
         for owned in engine.slices.primaries:
             forwarding.completed(owned, 0, 0)

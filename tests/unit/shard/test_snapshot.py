@@ -342,7 +342,7 @@ def test_storage_that_hangs_fails_the_checkpoint_and_not_the_step(tmp_path: Path
     servers.upload(first_values(servers.spec.layout))
     pins = VersionPins(stalled_s=0.02)
     pin, later = pins.pin(0), pins.pin(1)
-    pins.wait_turn(0, 1)  # nobody writes
+    pins.wait_for_pins(0, 1)  # nobody writes
     assert "the checkpoint of version 0 has not moved" in caplog.text
     with pytest.raises(CheckpointError, match="the checkpoint of version 0 was given up, see to its storage"):
         snapshot.write(servers.engines[0], str(tmp_path), 0, 0, 1, pins, pin)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding.placement import Holders, Placement, Server, choose_backup, place
+from axon_ps.sharding.placement import Holders, Placement, Server, choose_backup, new_placement
 from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
 from axon_ps.types import DType
 
@@ -39,7 +39,7 @@ def test_every_slice_of_a_new_model_has_holders_on_different_nodes(
 ) -> None:
     plan = cut(sizes, len(nodes))
     servers = [Server(rank=10 + i, node=node) for i, node in enumerate(nodes)]
-    placement = place(plan, servers, replication)
+    placement = new_placement(plan, servers, replication)
     node_of = {s.rank: s.node for s in servers}
     for s, h in zip(plan.numbered, placement.holders, strict=True):
         assert h.primary == servers[s.server].rank
@@ -54,7 +54,7 @@ def test_backups_of_a_server_are_spread_evenly_over_all_others(
     several_nodes: bool, sizes: list[int], count: int, replication: int
 ) -> None:
     plan = cut(sizes, count)
-    placement = place(plan, [Server(i, f"n{i * several_nodes}") for i in range(count)], replication)
+    placement = new_placement(plan, [Server(i, f"n{i * several_nodes}") for i in range(count)], replication)
     found = backups(plan, placement)
     largest = max(s.numel for s in plan.numbered)
     for primary in range(count):
@@ -64,7 +64,7 @@ def test_backups_of_a_server_are_spread_evenly_over_all_others(
 
 def test_backups_are_spread_evenly_over_the_servers_of_other_nodes() -> None:
     plan = cut([4000] * 8, 4)
-    placement = place(plan, [Server(i, "ab"[i // 2]) for i in range(4)], 2)
+    placement = new_placement(plan, [Server(i, "ab"[i // 2]) for i in range(4)], 2)
     numel = plan.numbered[0].numel
     expected = dict.fromkeys([(0, 2), (0, 3), (1, 2), (1, 3), (2, 0), (2, 1), (3, 0), (3, 1)], 4 * numel)
     found = backups(plan, placement)
@@ -74,10 +74,10 @@ def test_backups_are_spread_evenly_over_the_servers_of_other_nodes() -> None:
 
 def test_a_plan_for_more_servers_than_there_are_is_placed_on_those() -> None:
     plan = cut([4000], 3)
-    placement = place(plan, [Server(7), Server(9)], 2)
+    placement = new_placement(plan, [Server(7), Server(9)], 2)
     assert [h.complete for h in placement.holders] == [(7, 9), (9, 7), (7, 9)]
     with pytest.raises(InvalidRequest, match="no shard server"):
-        place(plan, [], 2)
+        new_placement(plan, [], 2)
 
 
 def test_a_lost_server_is_replaced_by_backups_but_stays_the_holder_of_what_nobody_else_has() -> None:

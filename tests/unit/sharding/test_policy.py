@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.messages import ready_from_proto, ready_to_proto, vote_from_proto, vote_to_proto
+from axon_ps.coordinator.messages import ready_from_proto, step_message_to_proto, vote_from_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -16,7 +16,7 @@ from axon_ps.sharding.policy import (
     Policy,
     Synchronous,
 )
-from axon_ps.types import Decision, DType, Membership, ModelProgress, Outcome, Turn
+from axon_ps.types import Decision, DType, Membership, ModelProgress, Outcome, ReplicaClock
 from axon_ps.wire import codec
 from axon_ps.wire.events import Ready, Vote
 from axon_ps.wire.v1 import policy_pb2
@@ -83,24 +83,24 @@ def test_what_cannot_be_is_refused() -> None:
         codec.policy_from_proto(policy_pb2.Policy(kind=policy_pb2.POLICY_KIND_LOCAL_STEPS))
 
 
-def test_turns_survive_records_and_messages() -> None:
-    turn = Turn(replica=2, clock=9, slowest_clock=7)
-    decision = Decision(step=30, generation=4, outcome=Outcome.COMMIT, version=28, turn=turn)
+def test_replica_clocks_survive_records_and_messages() -> None:
+    replica_clock = ReplicaClock(replica=2, clock=9, slowest_clock=7)
+    decision = Decision(step=30, generation=4, outcome=Outcome.COMMIT, version=28, replica_clock=replica_clock)
     assert codec.decision_from_proto(codec.decision_to_proto(decision)) == decision
     record = records.decision_record(decision)
     assert record.key == "decision/r2"
     assert stored(record).decisions == (decision,)
     vote = Vote(generation=4, step=9, version=21)
-    assert vote_from_proto(vote_to_proto(vote).vote) == vote
+    assert vote_from_proto(step_message_to_proto(vote).vote) == vote
     ready = Ready(generation=4, step=9, sums_of_squares=(2.0,), replica=2)
-    assert ready_from_proto(ready_to_proto(ready).ready) == ready
+    assert ready_from_proto(step_message_to_proto(ready).ready) == ready
 
 
 def test_decisions_of_one_replica_are_kept_however_many_others_there_were() -> None:
     kept: list[Decision] = []
     for step in range(1, 100):
-        turn = None if step % 3 == 0 else Turn(replica=0 if step == 1 else 1, clock=step, slowest_clock=0)
-        decision = Decision(step=step, generation=1, outcome=Outcome.COMMIT, version=step, turn=turn)
+        of = None if step % 3 == 0 else ReplicaClock(replica=int(step > 1), clock=step, slowest_clock=0)
+        decision = Decision(step=step, generation=1, outcome=Outcome.COMMIT, version=step, replica_clock=of)
         kept = records.retained(kept, decision)
-    assert [d.step for d in kept if d.turn is not None] == [1, 98]
-    assert [d.step for d in kept if d.turn is None] == list(range(99 - 3 * 15, 100, 3))
+    assert [d.step for d in kept if d.replica_clock is not None] == [1, 98]
+    assert [d.step for d in kept if d.replica_clock is None] == list(range(99 - 3 * 15, 100, 3))

@@ -5,14 +5,14 @@ itself, and to know of which stages a call consists (`staged`).
 
 Invariants:
 - All ranks compare their calls first, through `flat`, which spans the group. So a rank that is missing or makes another
-  call is named whichever node it is on, and no rank begins a stage that another does not begin.
+  call is named, on any node, and a stage begins on all ranks or on none.
 - Small calls go through `flat` only: the stages would cost more than they save. So do messages: they would be faster
   inside a node, but a receive from any rank would have to wait in two places.
 - A group on one node uses `intra` alone; a group with a single rank on each node uses `inter` alone.
 - Reductions are in rank order inside nodes, then in the order of nodes; bf16, f16 and blocks of int8 are rounded after
   each. Results have the same bits on every rank and in every run.
-- Device memory stays on the device inside a node. Only the stripe of each rail, which crosses nodes, is staged through
-  page-locked host memory (see `collectives.staging`), and messages, in full.
+- Device memory stays on the device inside a node. Only bytes that cross nodes are staged through page-locked host
+  memory (see `collectives.staging`): the stripe of each rail, and full messages.
 """
 
 from __future__ import annotations

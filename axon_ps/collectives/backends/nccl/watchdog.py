@@ -1,4 +1,4 @@
-"""`Watchdog`: a thread that ends calls that take too long or have failed, if their waits cannot be interrupted.
+"""`Watchdog`: a thread that notices overdue or failed calls. It calls `expire`, which ends them.
 
 Invariant: `expire` is called outside the lock, at most once until no call is under way.
 """

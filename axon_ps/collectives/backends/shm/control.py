@@ -14,10 +14,10 @@ Note: [Single writer]
     `aborted` (only 1).
 
 Note: [Barriers]
-    A rank counts up its `arrived`, then reads all the others'. A rank that finds that all have arrived rings the
-    barrier's doorbell; because of the fence between the two, at least the last one does. A rank that finds another one
-    missing spins for a moment, yielding the processor each time, and then sleeps on the doorbell. So with many more
-    ranks than cores a rank sleeps once per barrier and uses no processor time.
+    A rank counts up its `arrived`, then reads all the others'. A rank that finds all others arrived rings the barrier's
+    doorbell; because of the fence between the two, at least the last one does. A rank that finds another one missing
+    spins for a moment, yielding the processor each time, and then sleeps on the doorbell. So with many more ranks than
+    cores a rank sleeps once per barrier and uses no processor time.
 
 Note: [Doorbells]
     A doorbell is a futex word. Waking its sleepers is a system call, and mostly there are none. A sleeper sets a flag

@@ -1,6 +1,6 @@
 """Access of the ranks of one host to each other's arrays, in a large collective.
 
-Owns: the two ways of access, and the choice between them. Refuses: to know what is done with the bytes.
+Owns: the two ways of access, and the choice between them. Refuses: to know the use of the bytes.
 
     mapped   the array is shared (`host.shared_arrays`): the peers map it and compute on it where it is
     slots    every rank copies the part of its array that the peers need into its slot of a shared segment, one window
@@ -70,7 +70,7 @@ class Descriptor(NamedTuple):
 class PeerMemory:
     """Access to the arrays of the other ranks; lives as long as the backend.
 
-    `place`, `place_for` and `mapped` may be called by any thread, the rest by one at a time.
+    `location`, `location_for` and `mapped` may be called by any thread, the rest by one at a time.
 
     Args:
         control: control segment of the group.
@@ -97,11 +97,11 @@ class PeerMemory:
         self._forget_closed()
         values = _NO_SOURCE, 0, 0, 0
         if source is not None:
-            place = self.place(source, self._others)
-            values = (_PRIVATE, 0, 0, source.nbytes) if place is None else (_SHARED, *place, source.nbytes)
+            location = self.location(source, self._others)
+            values = (_PRIVATE, 0, 0, source.nbytes) if location is None else (_SHARED, *location, source.nbytes)
         _DESCRIPTOR.pack_into(self.control.memory, header + DESCRIPTOR, *values)
 
-    def place(self, array: Array, peers: Sequence[HostPeer]) -> tuple[int, int] | None:
+    def location(self, array: Array, peers: Sequence[HostPeer]) -> tuple[int, int] | None:
         """Return segment and offset of an array for these peers; None = they cannot map it, so it must be copied."""
         address = address_of(array)
         shared = shared_arrays.find(address, array.nbytes)
@@ -109,10 +109,10 @@ class PeerMemory:
             return None
         return shared.segment.number, address - shared.base
 
-    def place_for(self, rank: int, array: Array) -> tuple[int, int] | None:
-        """Return `place` for one rank."""
+    def location_for(self, rank: int, array: Array) -> tuple[int, int] | None:
+        """Return `location` for one rank."""
         peer = self._peers[rank]
-        return None if peer is None else self.place(array, [peer])
+        return None if peer is None else self.location(array, [peer])
 
     def _offer(self, segment: Segment, peers: Sequence[HostPeer]) -> bool:
         with self._lock:

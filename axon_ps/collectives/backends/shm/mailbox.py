@@ -105,8 +105,8 @@ class ShmMailbox:
         with self._lock:
             self._transfers += 1
             transfer = self._transfers
-        place = self._peer_memory.place_for(to, data) or (0, 0)
-        self._enqueue(to, deadline, None, _READY_TO_SEND, kind, tag, transfer, 0, raw.nbytes, *place)
+        location = self._peer_memory.location_for(to, data) or (0, 0)
+        self._enqueue(to, deadline, None, _READY_TO_SEND, kind, tag, transfer, 0, raw.nbytes, *location)
         reply, text = self._wait(lambda: self._replies.pop(transfer, None), {to}, deadline)
         if reply == _REJECTED:
             raise Disagreement(text)
@@ -124,7 +124,7 @@ class ShmMailbox:
             if self._windows is None:
                 self._windows = shared_arrays.buffer(_WINDOWS * _WINDOW_BYTES)
             windows = self._windows
-            if (place := self._peer_memory.place_for(to, windows)) is None:
+            if (location := self._peer_memory.location_for(to, windows)) is None:
                 return False
             ring, ends = self._out[to], [0] * _WINDOWS  # the reader's position once it needs a window no more
             for i, begin in enumerate(range(0, raw.nbytes, _WINDOW_BYTES)):
@@ -132,7 +132,7 @@ class ShmMailbox:
                 fragment, at = raw[begin : begin + _WINDOW_BYTES], i % _WINDOWS * _WINDOW_BYTES
                 windows[at : at + fragment.nbytes] = fragment
                 sizes = fragment.nbytes, raw.nbytes
-                self._enqueue(to, deadline, None, _FRAGMENT, 0, 0, transfer, *sizes, place[0], place[1] + at)
+                self._enqueue(to, deadline, None, _FRAGMENT, 0, 0, transfer, *sizes, location[0], location[1] + at)
                 ends[i % _WINDOWS] = self._control.u64[ring // 8]
             self._await_reader(to, ring, max(ends), deadline)
         finally:
@@ -156,8 +156,8 @@ class ShmMailbox:
         if message.payload is not None:
             data.view(np.uint8)[:] = np.frombuffer(message.payload, np.uint8)
         elif message.segment:
-            place = message.segment, message.offset, message.size_bytes
-            np.copyto(data.view(np.uint8), self._peer_memory.mapped(message.source, *place))
+            location = message.segment, message.offset, message.size_bytes
+            np.copyto(data.view(np.uint8), self._peer_memory.mapped(message.source, *location))
             self._control.check()  # a sender that has given up does so before it uses its array again
             self._reply(message, _FINISHED, "", deadline)
         else:

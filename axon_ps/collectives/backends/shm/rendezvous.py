@@ -155,7 +155,7 @@ def _accepted(listener: Listener, nonce: bytes, expected: range) -> Sockets:
 
 
 def _missing(context: GroupContext, sockets: Sockets) -> AxonError | None:
-    """Return the error for a rank that reported that it connected, and is not there."""
+    """Return the error for a rank that reported its connection, and is not there."""
     for rank in range(1, len(context.ranks)):
         if rank not in sockets:
             return MemberLost(f"rank {context.ranks[rank]} is gone, while group {context.name!r} was made")

@@ -41,7 +41,7 @@ def run(agreement: Agreement, request: Request, deadline: float) -> None:
     if out is None:
         return
     if operation in _GATHERING:
-        _place(agreement, index, out, call, [0] * len(call.counts), call.counts)
+        _copy_inputs(agreement, index, out, call, [0] * len(call.counts), call.counts)
         return
     begin = partition_starts(call.counts)[rank] if operation in _SCATTERING else 0
     if operation in _COPYING:
@@ -54,10 +54,10 @@ def run(agreement: Agreement, request: Request, deadline: float) -> None:
 def all_to_all(agreement: Agreement, request: Request, index: int, inputs: Sequence[Sequence[int]]) -> None:
     """Finish an all-to-all whose headers were exchanged; `inputs`: by rank, the counts that it sends to each rank."""
     begins = [partition_starts(sent)[agreement.rank] for sent in inputs]
-    _place(agreement, index, required(request.output), request.call, begins, request.output_counts)
+    _copy_inputs(agreement, index, required(request.output), request.call, begins, request.output_counts)
 
 
-def _place(
+def _copy_inputs(
     agreement: Agreement, index: int, out: Array, call: Call, begins: Sequence[int], counts: Sequence[int]
 ) -> None:
     """Copy [begins[r], begins[r] + counts[r]) of rank r's data to partition r of out, for every r."""

@@ -108,7 +108,7 @@ class Restores:
             for model, _ in found
             if (spec := model.registration.spec) is not None
         }
-        a.room().check(placements, f"the restore of {resumes[0].uri}")
+        a.capacity().check(placements, f"the restore of {resumes[0].uri}")
         self._attach(found)
         # from here on nothing is refused: the present values are given up
         reason = _reason(resumes[0])
@@ -201,7 +201,7 @@ class Restores:
             self._answer(type(error)(what))
             self._members.change(what, now=now)
 
-    def no_room(self, entry: RosterEntry, number: int, placement: int, error: AxonError, now: float) -> None:
+    def out_of_memory(self, entry: RosterEntry, number: int, placement: int, error: AxonError, now: float) -> None:
         """Handle a shard server without memory for a placement: for its part of the model, or for copies of slices."""
         model = self._models.get(number)
         if model is None or model.registration.placement_number != placement:
@@ -215,7 +215,7 @@ class Restores:
         elif r.parameters.restore is not None and r.parameters.restore.uri != FIRST_VALUES:
             self.failed(entry, number, r.parameters.epoch, error, now)
         else:
-            r.set_no_room(rank, why)
+            r.set_out_of_memory(rank, why)
             a.announce(model, full=False)
 
     def try_again(self) -> None:
@@ -223,8 +223,8 @@ class Restores:
         for entry in self._assembly.roster.of_role(Role.SHARD):
             entry.full = False
         for model in self._models.registered:
-            if model.registration.no_room:
-                model.registration.no_room.clear()
+            if model.registration.out_of_memory:
+                model.registration.out_of_memory.clear()
                 self._assembly.announce(model)
 
     def cancel(self, call: int) -> None:
@@ -235,8 +235,8 @@ class Restores:
     def pending(self) -> Sequence[str]:
         """Return the reasons why restores are not complete, as text."""
         orders = [(self._models.message_prefix(m), m.registration.parameters.restore) for m in self._models]
-        no_room = [m.registration.no_room_reason for m in self._models if m.registration.no_room]
-        return [*(prefix + _pending(order) for prefix, order in orders if order is not None), *no_room]
+        out_of_memory = [m.registration.out_of_memory_reason for m in self._models if m.registration.out_of_memory]
+        return [*(prefix + _pending(order) for prefix, order in orders if order is not None), *out_of_memory]
 
     def persist(self) -> None:
         """Persist the holders of parameters where they have changed."""

@@ -55,7 +55,7 @@ _MAX_NAMED: Final = 4
 
 @dataclass
 class _Report:
-    """A report that a member cannot reach another one: since when, and when that one was first heard after that."""
+    """A report that a member cannot reach another one: since when, and when that one was first heard afterwards."""
 
     since: float
     seen: float = math.inf
@@ -68,7 +68,7 @@ class Cut:
     one: RosterEntry
     other: RosterEntry
     since: float
-    due: float
+    deadline: float
 
     def __str__(self) -> str:
         return f"{self.one.name} and {self.other.name} cannot reach each other, though both reach the coordinator"
@@ -166,7 +166,7 @@ class Reachability:
     def to_go(self, now: float) -> tuple[RosterEntry, str] | None:
         """Return the member that goes now, and the reason; None = no member does. See Note: [Who goes]."""
         cuts = list(self._cuts())
-        late = [cut for cut in cuts if cut.due <= now]
+        late = [cut for cut in cuts if cut.deadline <= now]
         for cut in late:
             self._announce(cut)
         if not late or now < self._recheck:
@@ -185,7 +185,7 @@ class Reachability:
 
     def next_deadline(self) -> float:
         """Return the time of the next call of `to_go`."""
-        return min((max(cut.due, self._recheck) for cut in self._cuts()), default=math.inf)
+        return min((max(cut.deadline, self._recheck) for cut in self._cuts()), default=math.inf)
 
     def pending(self, now: float) -> list[str]:
         """Return the pairs that cannot reach each other, and the servers not yet shown to work, as text."""
@@ -251,11 +251,11 @@ class Reachability:
             if one is None or named is None or pair in seen:
                 continue
             seen.add(pair)
-            dues = [self._due(report, named)] + ([] if back is None else [self._due(back, one)])
+            deadlines = [self._deadline(report, named)] + ([] if back is None else [self._deadline(back, one)])
             since = report.since if back is None else min(report.since, back.since)
-            yield Cut(one, named, since, min(dues))
+            yield Cut(one, named, since, min(deadlines))
 
-    def _due(self, report: _Report, named: RosterEntry) -> float:
+    def _deadline(self, report: _Report, named: RosterEntry) -> float:
         """Return the time from which a report may have consequences; inf while the member that it names is silent."""
         seen = named.deadline - self._lease_s
         if math.isinf(report.seen) and seen > report.since and named.session is not None:

@@ -209,7 +209,7 @@ class History:
             events.append(event.record)
 
     def _rhythm(self, now: float) -> Rhythm | None:
-        """Return the rhythm of the model with the longest steps: during one of these the others make whole steps."""
+        """Return the rhythm of the model with the longest steps: during one of these the others make full steps."""
         rhythms = [rhythm for rate in self._step_rates.values() if (rhythm := rate.rhythm(now)) is not None]
         return max(rhythms, key=lambda rhythm: rhythm.step_s, default=None)
 

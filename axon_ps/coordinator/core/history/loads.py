@@ -37,7 +37,7 @@ SETTLED_S: Final = 2.0
 MOST_STEPS: Final = 8
 """Number of shorter steps after which rates are computed, in any part of a step."""
 
-Place = tuple[Role, int]
+MemberKey = tuple[Role, int]
 """Role and rank."""
 
 
@@ -85,30 +85,32 @@ class Loads:
     """The loads of all members, and those that have changed since `take_new`."""
 
     def __init__(self) -> None:
-        self._loads: dict[Place, Load] = {}
-        self._new: set[Place] = set()
-        self._measured: set[Place] = set()
+        self._loads: dict[MemberKey, Load] = {}
+        self._new: set[MemberKey] = set()
+        self._measured: set[MemberKey] = set()
 
-    def measured(self, place: Place, metrics: Mapping[str, float], at_s: float, rhythm: Rhythm | None = None) -> None:
-        """Take the metrics that a member has reported; `rhythm` is that of a model that steps."""
-        load = self._load(place)
+    def measured(
+        self, member: MemberKey, metrics: Mapping[str, float], at_s: float, rhythm: Rhythm | None = None
+    ) -> None:
+        """Take the metrics that a member has reported; `rhythm` is that of a training model."""
+        load = self._load(member)
         load.totals = dict(metrics)
         load.take_rates(at_s, rhythm)
         load.message.memory_bytes = metrics.get(MEMORY_BYTES, 0.0)
         load.message.reported_s = at_s
-        self._measured.add(place)
+        self._measured.add(member)
 
-    def changed(self, place: Place, **values: float) -> None:
+    def changed(self, member: MemberKey, **values: float) -> None:
         """Set values that the coordinator has determined for a member."""
-        load = self._loads.get(place) or self._load(place)
+        load = self._loads.get(member) or self._load(member)
         for name, value in values.items():
             if getattr(load.message, name) != value:
                 setattr(load.message, name, value)
-                self._new.add(place)
+                self._new.add(member)
 
-    def only(self, members: set[Place]) -> None:
+    def only(self, members: set[MemberKey]) -> None:
         """Forget all but these members."""
-        self._loads = {place: load for place, load in self._loads.items() if place in members}
+        self._loads = {member: load for member, load in self._loads.items() if member in members}
 
     def bytes_per_s(self) -> float | None:
         """Return the bytes per second that all members send together; None = no member reports it."""
@@ -125,12 +127,12 @@ class Loads:
         """Return the loads of all members."""
         return [_message(load, with_metrics=True) for load in self._loads.values()]
 
-    def _load(self, place: Place) -> Load:
-        self._new.add(place)
-        if place not in self._loads:
-            role, rank = place
-            self._loads[place] = Load(watch_pb2.MemberLoad(role=codec.role_to_proto(role), rank=rank))
-        return self._loads[place]
+    def _load(self, member: MemberKey) -> Load:
+        self._new.add(member)
+        if member not in self._loads:
+            role, rank = member
+            self._loads[member] = Load(watch_pb2.MemberLoad(role=codec.role_to_proto(role), rank=rank))
+        return self._loads[member]
 
 
 def _message(load: Load, *, with_metrics: bool) -> watch_pb2.MemberLoad:

@@ -79,7 +79,7 @@ class Logs:
             self._bytes[process] += _size(record)
             self._total += _size(record)
         if self._total > MAX_BYTES:
-            self._make_room()
+            self._drop_oldest()
 
     def after(self, number: float) -> tuple[Sequence[logs_pb2.LogRecord], bool]:
         """Return the records after a number that fit into a reply, and True if there are more."""
@@ -90,7 +90,7 @@ class Logs:
             end += 1
         return self._records[begin:end], end < len(self._records)
 
-    def _make_room(self) -> None:
+    def _drop_oldest(self) -> None:
         """Drop the oldest records of the process with most bytes, until a tenth of the capacity is free."""
         dropped = set()
         while self._total > 0.9 * MAX_BYTES:

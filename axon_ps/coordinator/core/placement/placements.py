@@ -15,7 +15,7 @@ Note: [Copies and steps]
     copies are begun for `REST` times as long as the last ones took.
 
 Note: [Models that are cut alike]
-    A model may take the values of another model that is cut alike, on each server (`CopyFrom`). So a server that holds
+    A model may take the values of another model with the same cut, on each server (`CopyFrom`). So a server that holds
     slices of the first of such models also holds those of the others.
 """
 
@@ -105,12 +105,12 @@ class Placements:
             r = model.registration
             if r.spec is None or not r.parameters.initialized or r.parameters.restore is not None:
                 continue
-            due = (*given, now // LOOK_AGAIN_S) if model.number in self._short else given
-            if self._settled.get(model.number) == due:
+            current = (*given, now // LOOK_AGAIN_S) if model.number in self._short else given
+            if self._settled.get(model.number) == current:
                 continue
             moves = self._moves(model)
             if not moves:
-                self._settled[model.number] = due
+                self._settled[model.number] = current
             before, after = r.placement.holders, {}
             if not self._under_way():  # earlier ones may have been given up
                 self._began = math.inf
@@ -189,7 +189,7 @@ class Placements:
     def _full(self, model: Model) -> frozenset[int]:
         """Return the ranks of the servers that have no memory for more slices of a model."""
         a = self._assembly
-        return a.room().full(model) | {e.member.rank for e in a.roster.of_role(Role.SHARD) if e.full}
+        return a.capacity().full(model) | {e.member.rank for e in a.roster.of_role(Role.SHARD) if e.full}
 
     def _follows(self, model: Model) -> Model:
         """Return the first model that is cut alike."""

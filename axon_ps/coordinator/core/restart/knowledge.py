@@ -2,7 +2,7 @@
 
 Note: [An older state]
     A coordinator may come back with an older state: from a restored copy, or from a journal that has lost its end. Its
-    members know everything that it has announced since. So each process that comes back names the newest of the job
+    members know everything that it has announced since. So each returning process names the newest state of the job
     that it knows (`Position`). If that is newer than the state, a worker has to wait for a shard server, and a shard
     server is asked for its `Knowledge` before it is let in. The knowledge is written (`learned`), and the job goes on
     from it, in a generation that no member has seen. Attempts under way are aborted, and no committed step is lost.
@@ -89,7 +89,7 @@ def behind(ours: Position, theirs: Position) -> str:
 
 
 def check_known(known: Knowledge, state_id: str, generation: int) -> None:
-    """Check that knowledge may belong to the job whose state has this id and ends with this generation.
+    """Check that knowledge may belong to a job whose state has this id and this last generation.
 
     Raises:
         InvalidRequest: it cannot.

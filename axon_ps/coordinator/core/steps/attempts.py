@@ -14,9 +14,8 @@ Note: [Clocks]
     So decisions are a function of the order of events, and the slowest replica never waits.
 
 Bound: between the moment a replica at clock c begins and the moment its step is decided, another replica's clock goes
-from c - s at least to c + s + 1 at most. So at most (n - 1)(2s + 1) steps of others are between the version that a
-gradient was computed from and the version that it is applied to. Here n is the number of replicas and s is
-`most_behind`.
+from c - s at least to c + s + 1 at most. So at most (n - 1)(2s + 1) steps of others come between computing a gradient
+from a version and applying it. Here n is the number of replicas and s is `most_behind`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from axon_ps.coordinator.core.steps.decision import Difference, Tally
 from axon_ps.sharding.policy import Policy, Synchronous
-from axon_ps.types import Decision, Membership, Turn
+from axon_ps.types import Decision, Membership, ReplicaClock
 from axon_ps.wire.events import Ready, Vote
 
 
@@ -34,7 +33,7 @@ class Attempts:
 
     Attributes:
         asynchronous: whether each replica's gradient is a step of its own.
-        clocks: per replica, its decided steps in this generation; empty where all step together.
+        clocks: per replica, its decided steps in this generation; empty if all step together.
         slowest: the lowest clock.
     """
 
@@ -63,9 +62,9 @@ class Attempts:
     def resume(self, decisions: Sequence[Decision], generation: int) -> None:
         """Set the clocks as they were before the coordinator's restart."""
         for decision in decisions:
-            turn = decision.turn
-            if turn is not None and decision.generation == generation and turn.replica < len(self.clocks):
-                self.clocks[turn.replica] = max(self.clocks[turn.replica], turn.clock + 1)
+            of = decision.replica_clock
+            if of is not None and decision.generation == generation and of.replica < len(self.clocks):
+                self.clocks[of.replica] = max(self.clocks[of.replica], of.clock + 1)
         self._clocks_moved()
 
     @property
@@ -138,15 +137,15 @@ class Attempts:
         """Return the votes and reports of an attempt."""
         return self._tallies[attempt]
 
-    def end(self, attempt: int) -> Turn | None:
-        """End a decided attempt; return its replica and clock, None where all replicas step together."""
+    def end(self, attempt: int) -> ReplicaClock | None:
+        """End a decided attempt; return its replica and clock, None if all replicas step together."""
         self._tallies[attempt].clear()
         if not self.asynchronous:
             return None
         clock = self.clocks[attempt]
         self.clocks[attempt] += 1
         self._clocks_moved()
-        return Turn(replica=attempt, clock=clock, slowest_clock=self.slowest)
+        return ReplicaClock(replica=attempt, clock=clock, slowest_clock=self.slowest)
 
     def forget_reports(self) -> None:
         """Drop the reports of shard servers: they report anew."""
@@ -166,12 +165,12 @@ class Attempts:
 
     @property
     def come(self) -> int:
-        """The number of workers that have voted or arrived, where all replicas step together."""
+        """The number of workers that have voted or arrived, if all replicas step together."""
         tally = self._tallies[0]
         return len(tally.votes) + sum(rank not in tally.votes for rank in tally.arrived)
 
     def has_come(self, rank: int) -> bool:
-        """Return True if a worker has voted or arrived, where all replicas step together."""
+        """Return True if a worker has voted or arrived, if all replicas step together."""
         return self._tallies[0].has_come(rank)
 
     def pending(self, owners: Iterable[int]) -> list[str]:

@@ -3,8 +3,8 @@
 Note: [Copies]
     A step may take another model's values instead of gradients (`CopyFrom`). Every worker votes for it as for any step,
     so no worker reads the parameters that change. Shard servers do not report on it: it is decided when all workers
-    have voted, and takes the version that the other model has at that moment. Servers apply decisions in this order, so
-    all of them copy the same version.
+    have voted, and takes the other model's version of that moment. Servers apply decisions in this order, so all of
+    them copy the same version.
 
 Note: [Deadlocked steps]
     If a program alternates between models, a worker that waits in a step of one model cannot reach the step of another.
@@ -184,7 +184,7 @@ class Stepping:
             model.version = decision.version
             if decision.outcome is Outcome.COMMIT and decision.copy is None:
                 model.last_norm = decision.grad_norm
-            decision = dataclasses.replace(decision, turn=attempts.end(attempt), model=model.number)
+            decision = dataclasses.replace(decision, replica_clock=attempts.end(attempt), model=model.number)
             if not attempts.asynchronous:
                 next_generation = self.ending(model)
                 model.open = not next_generation
@@ -230,7 +230,7 @@ class Stepping:
         return "" if ours.is_cut_like(theirs) else ours.cut_difference(theirs)
 
     def _count_staleness(self, decision: Decision, read: int) -> None:
-        """Count the steps that were applied since the version that a gradient was computed from."""
+        """Count the steps applied since the version from which a gradient was computed."""
         stale = max(0, decision.version - 1 - read)
         self.counters["staleness_sum"] += stale
         self.counters["staleness_max"] = max(self.counters["staleness_max"], stale)
@@ -252,7 +252,7 @@ class Stepping:
 
     def _decided(self, model: Model, decision: Decision) -> None:
         model.step = decision.step + 1
-        if decision.turn is None:
+        if decision.replica_clock is None:
             model.attempts.clear()
         model.decisions = records.retained(model.decisions, decision)
         self.counters[_COUNTER[decision.outcome]] += 1

@@ -12,10 +12,10 @@ from axon_ps.collectives import arrays
 from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.staging import Staging
 from axon_ps.collectives.work import LoopWork
-from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.hybrid.calls import NodeCalls
 from axon_ps.parallel.fsdp.hybrid.parameters import LocalShard, NodeParameters
 from axon_ps.parallel.fsdp.hybrid.ticket import NodeTicket
+from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.types import Array, DType
 from axon_ps.worker.steps.gradients import Gradients

@@ -5,8 +5,8 @@ gradient inside the node before each worker pushes its shard. Only shards cross 
 
 Invariants:
 - The workers of a node make the same calls in the same order; they agree on epoch, version and ticket first, since they
-  are notified at different moments. `vote` compares the calls of all, so that workers that ran different modules get an
-  error and not a wrong sum.
+  are notified at different moments. `vote` compares the calls of all workers. If they ran different modules, they get
+  an error and not a wrong sum.
 - After a worker of the node was lost, no further collective inside the node is begun in that step: units come unsharded
   from the servers, gradients are dropped, and the vote is an abort. The next forward begins with groups of the workers
   present then (`NodeGroups.form`); a worker that replaces another begins there, too. If no worker comes back in time,

@@ -7,7 +7,7 @@ from typing import Any
 
 from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
 from axon_ps.parallel.fsdp.server_runtime import ServerRuntime
-from axon_ps.parallel.fsdp.steps import Standing
+from axon_ps.parallel.fsdp.steps import StepStatus
 from axon_ps.types import Hyper
 
 
@@ -33,11 +33,11 @@ class NodeRuntime(ServerRuntime):
         if self._node.agree():
             self.begin_anew()
 
-    def standing(self) -> Standing:
-        """See `Runtime.standing`; the same for all workers of the node but for their places in it."""
+    def step_status(self) -> StepStatus:
+        """See `Runtime.step_status`; the same for all workers of the node but for their coordinates in it."""
         while True:
             self.agree()
-            found = super().standing()
+            found = super().step_status()
             if self._node.settled(found.generation):
                 return found
 

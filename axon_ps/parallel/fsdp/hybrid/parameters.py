@@ -15,13 +15,13 @@ from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.staging import Staging
 from axon_ps.collectives.work import LoopWork
 from axon_ps.errors import AxonError, Closed, StepAborted
-from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.hybrid.calls import NodeCalls
 from axon_ps.parallel.fsdp.hybrid.ticket import NodeTicket
 from axon_ps.parallel.fsdp.hybrid.view import NodeView
 from axon_ps.parallel.fsdp.memory import Meter, host_empty
 from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.fsdp.steps import Position, position_of
+from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.partitions import partition_bounds
@@ -120,7 +120,7 @@ class NodeParameters:
         return sum(p.values.nbytes for p in self.shards)
 
     def gather(self, unit: int, out: Array | torch.Tensor) -> QueuedWork[int]:
-        """Fill `out` from the node's workers, each of which first pulls its shard if that is not current.
+        """Fill `out` from the node's workers. Each of them first pulls its shard if it is not current.
 
         Args:
             unit: its number.

@@ -1,6 +1,6 @@
 """Checkpoints of a model of which every worker has all parameters (NO_SHARD), in the format of the shard servers.
 
-So a job may go on from its checkpoint with another strategy: servers restore what a worker writes here, and the other
+So a job may go on from its checkpoint with another strategy: servers restore a checkpoint written here, and the other
 way round. It works as a shard server that owns everything: `shard.core.engine` has the values, and
 `shard.server.snapshot` writes and reads them. It takes a second copy of parameters and moments while it lasts.
 """

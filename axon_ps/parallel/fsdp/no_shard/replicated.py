@@ -28,7 +28,6 @@ from axon_ps.collectives.work import Work
 from axon_ps.errors import Misuse
 from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.ddp import replicas
-from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool
@@ -38,6 +37,7 @@ from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.steps import Position
 from axon_ps.parallel.fsdp.tensors.loss_scale import scale_of_backward
 from axon_ps.parallel.fsdp.wrap import Wrapping
+from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.parallel.rounds import Round
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Hyper, OptimizerChange, OptimizerSpec, StepResult

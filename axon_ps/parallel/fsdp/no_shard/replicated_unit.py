@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, UnitState
 from axon_ps.parallel.fsdp.sources import GatheredUnit, ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.steps import Position
 from axon_ps.parallel.fsdp.strategy import CPUOffload
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
+from axon_ps.parallel.precision import TORCH_DTYPES
 
 _ALWAYS: Position = (0, 0)
 """(epoch, version) of the values of a unit that is always current."""

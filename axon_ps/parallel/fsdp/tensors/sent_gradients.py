@@ -34,7 +34,7 @@ class Home:
         model: the wrapper, for optimizers to find.
         name: the parameter's name in the user's module.
         unit: number of its unit in the layout.
-        sent: the gradients of that model that have left this worker.
+        sent: that model's gradients that have left this worker.
     """
 
     model: weakref.ref[nn.Module]

@@ -6,8 +6,8 @@ Refuses: to know when a unit is gathered (`flat_unit`, `runtime`).
 Note: [Classes as states]
     A sharded parameter stays the object that the user's module made. While its unit is unsharded its class adds nothing
     to torch's dispatch, so that forward and backward run as on plain parameters. While the unit is sharded its class
-    has a `__torch_function__`, which lets functions of the shape and its like through and raises for all that would
-    read or write values. Code that bypasses Python (autograd's own C++, a `DisableTorchFunctionSubclass` block) is not
+    has a `__torch_function__`. It lets functions of the shape and its like through, and raises for all that would read
+    or write values. Code that bypasses Python (autograd's own C++, a `DisableTorchFunctionSubclass` block) is not
     stopped; it finds NaN as the values.
 """
 

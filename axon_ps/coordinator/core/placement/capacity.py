@@ -1,7 +1,7 @@
 """Checks that the shard servers have enough memory, made before anything is durable. Pure.
 
-Servers report when they join, and with every heartbeat, the bytes that they can still allocate and the bytes that they
-have in RAM. Servers of one machine share the available memory (`ServerMemory.pool`), so they are counted together.
+When servers join, and with every heartbeat, they report the bytes that they can still allocate and their bytes in RAM.
+Servers of one machine share the available memory (`ServerMemory.pool`), so they are counted together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHAT_TO_DO = (
 )
 
 
-class Room:
+class ServerCapacity:
     """The memory of the shard servers, and the part that the models take.
 
     Args:
@@ -101,7 +101,7 @@ class Room:
         taken: Counter[int] = Counter()
         for model in self._models.registered:
             r = model.registration
-            if model.number not in without and not r.no_room and r.parameters.placement is not None:
+            if model.number not in without and not r.out_of_memory and r.parameters.placement is not None:
                 taken.update(placed_bytes(r.placement, self.sizes(model)))
         return taken
 

@@ -15,7 +15,7 @@ from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.types import Role
-from axon_ps.wire.events import StepDue
+from axon_ps.wire.events import VoteRequest
 
 
 class _Wait:
@@ -23,11 +23,11 @@ class _Wait:
 
     def __init__(self) -> None:
         self.attempt = (0, -1)  # generation and step
-        self.due_s = math.inf
+        self.deadline_s = math.inf
         self.asked = False
 
 
-class DueSteps:
+class StepDeadlines:
     """The deadline of each model's present step.
 
     Args:
@@ -50,10 +50,10 @@ class DueSteps:
                 continue
             wait = self._waits.setdefault(model.number, _Wait())
             if wait.attempt != (attempt := self._attempt(model)):
-                wait.attempt, wait.due_s, wait.asked = attempt, math.inf, False
+                wait.attempt, wait.deadline_s, wait.asked = attempt, math.inf, False
             quorum = max(1, math.ceil(policy.quorum * len(self._assembly.membership.workers) - 1e-9))
-            if math.isinf(wait.due_s) and model.attempts.come >= quorum:
-                wait.due_s = now + policy.grace_s
+            if math.isinf(wait.deadline_s) and model.attempts.come >= quorum:
+                wait.deadline_s = now + policy.grace_s
 
     def again(self, worker: RosterEntry) -> None:
         """Repeat requests on a worker's new stream, since they may be lost with the old one."""
@@ -67,7 +67,7 @@ class DueSteps:
         """Ask the workers that have not come to a step after its deadline."""
         for model in self._models:
             wait = self._present(model)
-            if wait is None or now < wait.due_s:
+            if wait is None or now < wait.deadline_s:
                 continue
             wait.asked = True
             workers = self._assembly.roster.of_role(Role.WORKER)
@@ -77,7 +77,7 @@ class DueSteps:
     def next_deadline(self) -> float:
         """Return the time of the next call of `tick`."""
         waits = filter(None, map(self._present, self._models))
-        return min((wait.due_s for wait in waits), default=math.inf)
+        return min((wait.deadline_s for wait in waits), default=math.inf)
 
     def _present(self, model: Model) -> _Wait | None:
         """Return the wait in the present step of a model, unless the others were asked."""
@@ -85,8 +85,8 @@ class DueSteps:
         there = wait is not None and not wait.asked and wait.attempt == self._attempt(model)
         return wait if there else None
 
-    def _event(self, model: Model) -> StepDue:
-        return StepDue(generation=self._assembly.generation, step=model.step, model=model.number)
+    def _event(self, model: Model) -> VoteRequest:
+        return VoteRequest(generation=self._assembly.generation, step=model.step, model=model.number)
 
     def _attempt(self, model: Model) -> tuple[int, int]:
         return self._assembly.generation, model.step

@@ -1,6 +1,6 @@
-"""`Marks`: the parts of a step, under the same names in `torch.profiler` and in traces.
+"""`Markers`: the parts of a step, under the same names in `torch.profiler` and in traces.
 
-Without a profiler and without a sampled step a mark costs two tests. In a profile the names begin with "axon_ps::".
+Without a profiler and without a sampled step a marker costs two tests. In a profile the names begin with "axon_ps::".
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from axon_ps.worker.steps.step_trace import StepTrace
 _NOTHING: Final = nullcontext()
 
 
-class Marks:
-    """The marks of one wrapped model.
+class Markers:
+    """The markers of one wrapped model.
 
     Args:
         trace: the spans of the worker's steps; None where steps are not made on the servers.
@@ -52,22 +52,22 @@ class Marks:
         step = None if self._trace is None else self._trace.current
         if step is None and not torch._C._autograd._profiler_enabled():
             return
-        mark = profiled(name) if in_profile else _NOTHING
-        mark.__enter__()
-        self._open[name] = None if self._trace is None else self._trace.begin(name), mark
+        marker = profiled(name) if in_profile else _NOTHING
+        marker.__enter__()
+        self._open[name] = None if self._trace is None else self._trace.begin(name), marker
 
     def end(self, name: str, error: str = "") -> None:
         """End a part of the step."""
         found = self._open.pop(name, None)
         if found is not None:
-            span, mark = found
-            mark.__exit__(None, None, None)
+            span, marker = found
+            marker.__exit__(None, None, None)
             if self._trace is not None:
                 self._trace.end(span, error)
 
 
 def profiled(name: str, unit: str = "") -> AbstractContextManager[object]:
-    """Return a mark for the profiler alone."""
+    """Return a marker for the profiler alone."""
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"axon_ps::{name} {unit}".rstrip())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from axon_ps.coordinator.core.assembly import Assembly
 
 OVERDUE: float = 0.5
-"""A member that was silent for this fraction of its lease is overdue: heartbeats come three times in a lease."""
+"""A member that was silent for this fraction of its lease is overdue. At least three heartbeats come in a lease."""
 
 
 class Isolation:
