@@ -15,7 +15,7 @@ an unsigned float of 4 bits of exponent and 4 of mantissa (two levels, as in SDP
 transform preserves lengths, so the root mean square error over a block is at most half of 1/7 of the largest
 coefficient.
 
-*Measured*, as the lost part of the sum of squares:
+The table has the lost part of the sum of squares, as measured:
 
     numbers                           with the rotation    without it
     gradients of the main job         0.9 %                0.8 to 0.9 %

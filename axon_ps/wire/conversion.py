@@ -10,7 +10,7 @@ Owns: the form of the two functions, which are compiled once, at import, so that
 written by hand. Refuses: to copy a field that one side lacks; the table has to name it.
 
 The schema decides the conversion of fields without a row: a number or a text is copied, a repeated one is a tuple, a
-map is a dict, and an `optional` one that is unset is None.
+map is a dict, and an unset `optional` field is None.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _same(value: Any) -> Any:
 
 
 SAME: Final = Field(to_proto=_same, from_proto=_same)
-"""The row of a field that is copied, for one that has another name in the message."""
+"""The row of a copied field with another name in the message."""
 
 SET: Final = Field(to_proto=sorted, from_proto=frozenset)
 """The row of a set, and a repeated field in ascending order."""

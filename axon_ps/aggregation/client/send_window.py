@@ -5,7 +5,7 @@ Note: [Send window]
     segment of an all-reduce goes back once the last rank's has arrived. So segments that a fast stream sends early are
     useless, and take the card's capacity from the slow streams. When one stripe is done early, the card of its server's
     host is idle while the others run. So an upload may be only so far ahead of the slowest stripe's download, that is,
-    of the slowest rank and the slowest server. *Measured*, 64 MiB at 500 Mbit/s, in seconds:
+    of the slowest rank and the slowest server. These are the measured seconds of 64 MiB at 500 Mbit/s:
 
         operation, hosts                              without a window    with it    limit of the card
         all-reduce, 4 + 4                             1.28                1.15       1.08

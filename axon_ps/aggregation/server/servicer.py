@@ -6,7 +6,7 @@ own task writes, so both directions are busy at once.
 Note: [How an operation ends]
     An operation that succeeds ends with the message `ended`, and the stream is free for the next one (see
     `rpc.stream_pool`, Note: [Streams are pooled]). In an all-reduce a rank does not wait for that message: once it has
-    the result, all its data is used. *Measured*, four ranks over four servers, milliseconds:
+    the result, all its data is used. These are the measured milliseconds of four ranks over four servers:
 
                                  pooled    a stream for each operation
         64 bytes                 3.6       5.0

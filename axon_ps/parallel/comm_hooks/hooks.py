@@ -11,8 +11,8 @@ Invariant: every rank ends with the same bits, in every run.
 Note: [Two buckets on their way]
     Through servers the last segments of an all-reduce come back when a card has nothing more to send. So neighbouring
     buckets are sent in two groups alternately, and one begins while the one before it ends. Calls through shared memory
-    or NCCL have no such end, and stay in one group. *Measured*, f32 on 4 + 4 hosts at 500 Mbit/s, with buckets that
-    grow from 1 MiB:
+    or NCCL have no such end, and stay in one group. This was measured with f32 on 4 + 4 hosts at 500 Mbit/s, with
+    buckets that grow from 1 MiB:
 
         a step, two groups     1.37 s
         a step, one group      1.43 s

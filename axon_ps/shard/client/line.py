@@ -7,7 +7,8 @@ something else. The measured rate is below the line's while too little is in fli
 windows measure more, up to the line's rate. Twice the product, as in BBR
 (https://datatracker.ietf.org/doc/draft-ietf-ccwg-bbr/, "cwnd_gain"), needs BBR's pacing: without it a full product, and
 a unit, wait in the queue before the line. So the bytes in flight are twice the product while the second one waits there
-for at most `QUEUE_S`, and 1.5 times the product on longer lines. *Measured*, 500 Mbit/s and 100 ms, a queue of 0.2 s:
+for at most `QUEUE_S`, and 1.5 times the product on longer lines. This was measured with 500 Mbit/s and 100 ms, and a
+queue of 0.2 s:
 
     in flight              median step over the bound    the queue
     twice the product      1.11 to 1.87                  full in every second or third step

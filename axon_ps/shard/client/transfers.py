@@ -3,8 +3,8 @@
 Payloads are copied once, between the message and the caller's array. Retries are `client`'s.
 
 Streams are pooled (`rpc.stream_pool`): ten units on four servers use eighty of them a step. A gather is over when
-its last chunk has arrived, a push or an upload with the reply. *Measured*, four workers and four servers at 500 Mbit/s,
-17M parameters as int8, seconds a step:
+its last chunk has arrived, a push or an upload with the reply. These are the measured seconds of a step with four
+workers and four servers at 500 Mbit/s, and 17M parameters as int8:
 
                      pooled    a stream for each call
     SHARD_GRAD_OP    0.62      0.67
