@@ -263,7 +263,8 @@ class Delivery:
         models = self._models.values()
         reports = list[session_pb2.SessionRequest]()
         for model in models:
-            reports += filter(None, (model.initialized, model.restore_report, model.out_of_memory))
+            made = (model.initialized, model.restore_report, model.out_of_memory)
+            reports += [report for report in made if report is not None]
         for model in models:
             reports += [*model.corrupted.values(), *model.corrupted_sums.values()]
         return [*reports, *(step_message_to_proto(message) for model in models for message in model.messages.values())]
