@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "third_party"))
 
 import psutil
 

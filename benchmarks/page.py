@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "third_party"))
 
 import psutil
 from selenium import webdriver
