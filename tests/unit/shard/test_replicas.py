@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome, ReplicaClock
+from axon_ps.wire.v1 import common_pb2
+from deadlines import HANG_S
 from engine_driver import apply, cast_to, commit_of, layout_of, one_group
 
 LAYOUT = layout_of((100, 41), (60,), (50,), frozen=(2,))
@@ -544,16 +547,48 @@ def test_a_decision_on_an_attempt_that_there_is_not_is_refused() -> None:
         engine.decide(decision)
 
 
-def test_a_server_whose_slices_have_left_forwards_none_of_them_after_a_broken_stream() -> None:
-    made = Replicated(job())
-    engine = made.engines[0]
+class Written:
+    """The stream to a backup; it holds what was written."""
 
-    class BrokenLinks:
+    target = "server 1"
+
+    def __init__(self) -> None:
+        self.messages = 0
+
+    async def __aenter__(self) -> Written:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def is_current(self) -> bool:
+        return True
+
+    async def write(self, _: object) -> None:
+        self.messages += 1
+
+    async def read(self) -> None:
+        await asyncio.Event().wait()
+
+    async def open_bulk(self, method: str) -> Written:
+        """The stub of the backup, too."""
+        assert method == "Replicate"
+        return self
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_server_whose_slices_have_left_forwards_none_of_them_after_a_broken_stream(
+    leave: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Replicated(job(), replicas=1)
+    engine, stream = made.engines[0], Written()
+    made.step(1)  # all sums are complete
+
+    class Links:
         """The slices leave while the first stream breaks."""
 
         def __init__(self) -> None:
             self.tried = 0
-            self.again = asyncio.Event()
 
         def forget(self, rank: int) -> None:
             assert rank == 1
@@ -561,26 +596,31 @@ def test_a_server_whose_slices_have_left_forwards_none_of_them_after_a_broken_st
         def waiting(self) -> Wait:
             return Waits().begin()
 
+        def context(self, _model: int, placement: int) -> common_pb2.CallContext:
+            return common_pb2.CallContext(placement=placement)
+
         async def peer(self, *_: object) -> None:
             return None
 
-        async def stub(self, _: int) -> None:
+        async def stub(self, _: int) -> Written:
             self.tried += 1
             if self.tried == 1:
-                engine.set_placement(new_placement(made.plan, [Server(1)], 1), 0)
-                assert not engine.slices
+                if leave:
+                    engine.set_placement(new_placement(made.plan, [Server(1)], 1), 0)
+                    assert not engine.slices
                 raise Broken("the stream to server 1 is broken")
-            self.again.set()
-            await asyncio.Event().wait()
+            return stream
 
     async def forwarded() -> None:
-        links: Any = BrokenLinks()
+        links: Any = Links()
         forwarding = Forwarding(0, engine, links, lambda owned: None)
         forwarding.on_placement()
-        assert engine.slices.primaries
-        for owned in engine.slices.primaries:
-            forwarding.completed(owned, 0, 0)
-        await asyncio.wait_for(links.again.wait(), 10.0)
+        (follower,) = forwarding._followers.values()
+        assert follower.queue
+        while links.tried < 2 or follower.filled.is_set():  # until the second stream has no more to send
+            await asyncio.sleep(0.001)
         forwarding.close()
 
-    asyncio.run(forwarded())
+    asyncio.run(asyncio.wait_for(forwarded(), HANG_S))
+    assert (stream.messages > 0) == (not leave)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
