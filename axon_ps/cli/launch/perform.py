@@ -155,26 +155,9 @@ class _Launcher:
 
     async def _start_shards(self, coordinator: str) -> None:
         if self._launch.shards_here:
-            await self._compile_loops()
+            await _compile_loops(self._console)
         for index in range(self._launch.shards_here):
             self._services.append(self._start_shard(index, coordinator))
-
-    async def _compile_loops(self) -> None:
-        """Compile the loops, once on a machine and before they are called: no server or worker waits for a compiler."""
-        if loop_cache.is_complete():
-            return
-        from axon_ps.shard import loops
-
-        self._console.print(loops.NOTICE)
-        compiler = Process(
-            self._console.source("compiler"), loops.COMMAND, loop_cache.compiler_environment(), is_worker=True
-        )
-        try:
-            await asyncio.wait_for(compiler.wait(), loops.LIMIT_S)
-        except TimeoutError:
-            self._console.print(f"they are not compiled after {loops.LIMIT_S:g} s; each is compiled when it is called")
-        finally:
-            await compiler.end()
 
     def _start_shard(self, index: int, coordinator: str) -> Process:
         launch = self._launch
@@ -418,3 +401,19 @@ class _Launcher:
 
 async def _all(awaitables: Iterable[Awaitable[object]]) -> None:
     await asyncio.gather(*awaitables)
+
+
+async def _compile_loops(console: Console) -> None:
+    """Compile the loops, once on a machine and before they are called: no server or worker waits for a compiler."""
+    if loop_cache.is_complete():
+        return
+    from axon_ps.shard import loops
+
+    console.print(loops.NOTICE)
+    compiler = Process(console.source("compiler"), loops.COMMAND, loop_cache.compiler_environment(), is_worker=True)
+    try:
+        await asyncio.wait_for(compiler.wait(), loops.LIMIT_S)
+    except TimeoutError:
+        console.print(f"they are not compiled after {loops.LIMIT_S:g} s; each is compiled when it is called")
+    finally:
+        await compiler.end()

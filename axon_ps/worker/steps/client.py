@@ -293,13 +293,13 @@ class StepClient:
             with self.trace.within("push wait"):
                 self._wait_pushed(pushes)
         except (GenerationChanged, StepAborted) as error:
-            return self._aborted(ticket, ticket.why_void or str(error))
+            return _aborted(self.view, ticket, ticket.why_void or str(error))
         if not voted:
-            return self._aborted(ticket, self._why_not(ticket))
+            return _aborted(self.view, ticket, _why_not(self.view, ticket))
 
         def decided() -> Decision | None:
             if not view.valid(ticket):
-                return self._aborted(ticket, "the membership changed")
+                return _aborted(self.view, ticket, "the membership changed")
             if (decision := stepping.decision_on(ticket)) is None:
                 view.check_released()
             return decision
@@ -314,39 +314,6 @@ class StepClient:
         self.trace.seconds["vote"].observe(waited_s)
         self._decision_wait_s += waited_s
         return decision
-
-    def _why_not(self, ticket: Ticket) -> str:
-        """Return why there is nothing to vote on; if members are missing, wait until the members have changed."""
-        view, job = self.view, self.view.job
-        if not view.valid(ticket):
-            return ticket.why_void or "the membership changed"
-        # No attempt is in progress; the reason names the missing members.
-        reason = f"the job was waiting for {view.membership.waiting_for}"
-        job.wait_until(
-            lambda: None if view.valid(ticket) else True,
-            job.timeout_s,
-            lambda: f"step {ticket.step} is not begun",
-            reminds=True,
-        )
-        return reason
-
-    def _aborted(self, ticket: Ticket, reason: str) -> Decision:
-        """Return the coordinator's decision, or an abort with `reason` once it has announced a new membership."""
-        view = self.view
-        if view.valid(ticket):
-            view.job.wait_until(
-                lambda: True if view.stepping.decision_on(ticket) is not None or not view.valid(ticket) else None,
-                view.job.timeout_s,
-                lambda: f"a shard server reports that step {ticket.step} is over; the coordinator does not",
-            )
-        return view.stepping.decision_on(ticket) or Decision(
-            step=ticket.step,
-            generation=ticket.generation,
-            outcome=Outcome.ABORT,
-            version=view.latest_version,
-            reason=reason,
-            model=view.model,
-        )
 
     def _wait_pushed(self, pushes: Sequence[Awaited]) -> None:
         """Wait for all pushes, together at most as long as for a decision."""
@@ -392,3 +359,37 @@ class StepClient:
         except AxonError:
             return ""
         return f"; the coordinator waits for: {'; '.join(pending)}" if pending else ""
+
+
+def _why_not(view: ModelView, ticket: Ticket) -> str:
+    """Return why there is nothing to vote on; if members are missing, wait until the members have changed."""
+    job = view.job
+    if not view.valid(ticket):
+        return ticket.why_void or "the membership changed"
+    # No attempt is in progress; the reason names the missing members.
+    reason = f"the job was waiting for {view.membership.waiting_for}"
+    job.wait_until(
+        lambda: None if view.valid(ticket) else True,
+        job.timeout_s,
+        lambda: f"step {ticket.step} is not begun",
+        reminds=True,
+    )
+    return reason
+
+
+def _aborted(view: ModelView, ticket: Ticket, reason: str) -> Decision:
+    """Return the coordinator's decision, or an abort with `reason` once it has announced a new membership."""
+    if view.valid(ticket):
+        view.job.wait_until(
+            lambda: True if view.stepping.decision_on(ticket) is not None or not view.valid(ticket) else None,
+            view.job.timeout_s,
+            lambda: f"a shard server reports that step {ticket.step} is over; the coordinator does not",
+        )
+    return view.stepping.decision_on(ticket) or Decision(
+        step=ticket.step,
+        generation=ticket.generation,
+        outcome=Outcome.ABORT,
+        version=view.latest_version,
+        reason=reason,
+        model=view.model,
+    )
