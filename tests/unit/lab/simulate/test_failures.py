@@ -12,7 +12,7 @@ import pytest
 from axon_ps_lab.simulate.failures import Goodput, goodput
 from axon_ps_lab.simulate.scenario import Scenario
 
-GOODPUT = Path(__file__).parents[3] / "benchmarks" / "results" / "goodput.json"
+GOODPUT = Path(__file__).parents[4] / "benchmarks" / "results" / "goodput.json"
 
 
 def left(
