@@ -184,7 +184,7 @@ def nothing_left_behind() -> Iterator[None]:
     for (what, old), new in zip(before.items(), after.values(), strict=True):
         assert not new - old, f"the test left {what} behind: {new - old}"
     if new_processes := _processes() - processes:
-        left = [child for child in me.children(recursive=True) if child.pid in new_processes]
+        left = [" ".join(child.cmdline()) for child in me.children(recursive=True) if child.pid in new_processes]
         assert not left, f"the test left processes behind: {left}"
     if left_open := _sockets() - sockets:
         listening = [

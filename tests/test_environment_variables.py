@@ -18,7 +18,10 @@ OF_LAUNCHERS = re.compile(
     r"(AXON_PS|OMPI|PMI|PMIX|SLURM|MPI|TORCHELASTIC|MASTER|GROUP|LOCAL|TORCH|GRPC|NUMBA|OMP)_[A-Z_]+"
     r"|RANK|WORLD_SIZE|https?_proxy"
 )
-SET_ONLY = {"TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"}  # by `axon-ps run`, for scripts
+SET_ONLY = {
+    *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"),  # by `axon-ps run`, for scripts
+    "PYTHONPATH",  # by `make lab`, for its campaigns
+}
 
 
 def table() -> list[str]:
