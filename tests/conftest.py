@@ -158,6 +158,13 @@ def _socket(fd: int) -> str:
     return ""
 
 
+def _command(process: psutil.Process) -> str:
+    """The command line of a process; empty when it is gone."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
 def _present(me: psutil.Process) -> dict[str, set[Any]]:
     """What a test could leave behind, by kind."""
     return {
@@ -184,8 +191,8 @@ def nothing_left_behind() -> Iterator[None]:
     for (what, old), new in zip(before.items(), after.values(), strict=True):
         assert not new - old, f"the test left {what} behind: {new - old}"
     if new_processes := _processes() - processes:
-        left = [" ".join(child.cmdline()) for child in me.children(recursive=True) if child.pid in new_processes]
-        assert not left, f"the test left processes behind: {left}"
+        left = [child for child in me.children(recursive=True) if child.pid in new_processes]
+        assert not left, f"the test left processes behind: {left}: {[_command(child) for child in left]}"
     if left_open := _sockets() - sockets:
         listening = [
             c.laddr for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN and _socket(c.fd) in left_open
