@@ -118,6 +118,21 @@ WIRE_DTYPES = (DType.F32, DType.BF16, DType.F16)
 """The dtypes in which parameters and gradients travel."""
 
 
+def check_wire_dtype(dtype: DType, what: str) -> None:
+    """Check that arrays can travel in a dtype.
+
+    Args:
+        dtype: the dtype.
+        what: the name of the arrays in the error, a plural.
+
+    Raises:
+        InvalidRequest: they cannot.
+    """
+    if dtype not in WIRE_DTYPES:
+        possible = ", ".join(known.value for known in WIRE_DTYPES)
+        raise InvalidRequest(f"{what} cannot travel as {dtype.value}; use one of {possible}")
+
+
 class Role(enum.Enum):
     """The roles of a job's members."""
 

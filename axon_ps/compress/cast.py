@@ -20,7 +20,7 @@ import numpy as np
 from axon_ps.errors import InvalidRequest
 from axon_ps.kernels import rounding
 from axon_ps.kernels.arrays import check_array, readonly
-from axon_ps.types import WIRE_DTYPES, Array, DType
+from axon_ps.types import Array, DType, check_wire_dtype
 
 
 def encode(src: Array, dst: Array, dtype: DType) -> None:
@@ -207,8 +207,7 @@ def _check_digests(digests: Array | None, numel: int, block_numel: int) -> None:
 
 def _checked(name: str, array: Array, dtype: DType, numel: int) -> Array:
     """Return the array as the loops take it (f16 as int16 bits), once its type and shape are checked."""
-    if dtype not in WIRE_DTYPES:
-        raise InvalidRequest(f"dtype {dtype.name} does not travel; use one of {', '.join(d.name for d in WIRE_DTYPES)}")
+    check_wire_dtype(dtype, "arrays")
     if array.dtype != dtype.numpy or array.shape != (numel,) or not array.flags.c_contiguous:
         raise InvalidRequest(
             f"{name} is {array.dtype}{list(array.shape)} with strides {array.strides}; "

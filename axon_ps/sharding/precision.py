@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import WIRE_DTYPES, DType
+from axon_ps.types import DType, check_wire_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,7 @@ class WirePrecision:
             ("parameters", self.param, self.param_compression),
             ("gradients", self.grad, self.grad_compression),
         ):
-            if dtype not in WIRE_DTYPES:
-                raise InvalidRequest(
-                    f"{what} cannot travel as {dtype.value}; use one of {', '.join(d.value for d in WIRE_DTYPES)}"
-                )
+            check_wire_dtype(dtype, what)
             if compression is not None and dtype is not DType.F32:
                 raise InvalidRequest(f"{what} travel as {compression}, made of f32; {dtype.value} was given beside it")
         if (how := self.param_compression) is not None and how.gradients_only:

@@ -24,7 +24,7 @@ from axon_ps.shard.client.subscriber import ModelSubscriber
 from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.files import open_store
 from axon_ps.storage.hf_directory import set_config_dtype
-from axon_ps.types import WIRE_DTYPES, Array, DType, Membership
+from axon_ps.types import Array, DType, Membership, check_wire_dtype
 from axon_ps.wire.events import JobState
 from axon_ps.worker.environment import job_of, security_of, worker_config
 
@@ -90,8 +90,8 @@ class Subscription:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float | None = CONNECT_TIMEOUT_S,
     ) -> None:
-        if dtype is not None and dtype not in WIRE_DTYPES:
-            raise InvalidRequest(f"parameters cannot travel as {dtype.value}; use f32, bf16 or f16")
+        if dtype is not None:
+            check_wire_dtype(dtype, "parameters")
         self.model = model
         self._every, self._every_s = _interval(every)
         self._timeout_s = timeout_s

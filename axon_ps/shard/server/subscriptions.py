@@ -31,7 +31,7 @@ from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.shard.server.corruption import Corruptions
 from axon_ps.shard.server.waiters import Waiters
-from axon_ps.types import WIRE_DTYPES
+from axon_ps.types import check_wire_dtype
 from axon_ps.wire.codec import dtype_from_proto
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
@@ -305,8 +305,7 @@ async def _send(
 
 def _wish(reserve: shard_pb2.Reserve) -> Wish:
     dtype = dtype_from_proto(reserve.dtype)
-    if dtype not in WIRE_DTYPES:
-        raise InvalidRequest(f"parameters cannot travel as {dtype.value}; ask for f32, bf16 or f16")
+    check_wire_dtype(dtype, "parameters")
     return Wish(
         dtype=dtype,
         epoch=reserve.epoch,
