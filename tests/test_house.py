@@ -1,4 +1,4 @@
-"""What must not rot in the package's order. `make lab NAME=house` prints all of the measures."""
+"""Measures of the packages that must not get worse. `make lab NAME=house` prints all of the measures."""
 
 from __future__ import annotations
 

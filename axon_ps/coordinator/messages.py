@@ -448,30 +448,28 @@ def _finite_integer(number: float) -> int:
     return int(number)
 
 
-def _status(*, unwritten: tuple[str, ...] = ()) -> Conversion[Status, status_pb2.StatusReply]:
-    return Conversion(
-        Status,
-        status_pb2.StatusReply,
-        unwritten=unwritten,
-        membership=codec.MEMBERSHIP.field,
-        models=Conversion(ModelStatus, status_pb2.ModelStatus).field.each,
-        awaited=SET,
-        checkpoints=Conversion(CheckpointStatus, status_pb2.CheckpointStatus).field,
-        progress=Conversion(
-            Report, status_pb2.ProgressReport, step=checked(_finite_integer), steps=checked(_finite_integer).or_none
-        ).field.or_none,
-        phase=Field(
-            to_proto=lambda phase: phase.value,
-            from_proto=lambda text: JobPhase(text) if text in tuple(JobPhase) else JobPhase.UNKNOWN,
-        ),
-    )
-
-
-STATUS: Final = _status()
-_WITHOUT_MEMBERSHIP: Final = _status(unwritten=("membership",))
+STATUS: Final = Conversion(
+    Status,
+    status_pb2.StatusReply,
+    unwritten=("membership",),  # `status_to_proto` writes it
+    membership=codec.MEMBERSHIP.field,
+    models=Conversion(ModelStatus, status_pb2.ModelStatus).field.each,
+    awaited=SET,
+    checkpoints=Conversion(CheckpointStatus, status_pb2.CheckpointStatus).field,
+    progress=Conversion(
+        Report, status_pb2.ProgressReport, step=checked(_finite_integer), steps=checked(_finite_integer).or_none
+    ).field.or_none,
+    phase=Field(
+        to_proto=lambda phase: phase.value,
+        from_proto=lambda text: JobPhase(text) if text in tuple(JobPhase) else JobPhase.UNKNOWN,
+    ),
+)
 status_from_proto = STATUS.from_proto
 
 
 def status_to_proto(status: Status, *, membership: bool = True) -> status_pb2.StatusReply:
     """Return the status of the job, as a message; the membership may be left out."""
-    return (STATUS if membership else _WITHOUT_MEMBERSHIP).to_proto(status)
+    message = STATUS.to_proto(status)
+    if membership:
+        message.membership.CopyFrom(codec.membership_to_proto(status.membership))
+    return message

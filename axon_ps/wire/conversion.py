@@ -151,11 +151,6 @@ def checked(check: Callable[[Any], Any]) -> Field:
     return Field(to_proto=_same, from_proto=check)
 
 
-def one_of(numbers: dict[Any, Any], known: Callable[[int], Any]) -> Field:
-    """Return the row of an enum: its number by value, and the function that returns the value of a number."""
-    return Field(to_proto=numbers.__getitem__, from_proto=known)
-
-
 def _simple(message: type[Message], name: str) -> tuple[bool, str, str]:
     """Return whether a field without a row may be None, and its conversions as expressions."""
     empty = getattr(message(), name)

@@ -62,7 +62,7 @@ class Block:
 
     @property
     def needs_extras(self) -> bool:
-        """Whether a script needs libraries that only `make lab NAME=integrations` installs."""
+        """True if a script needs libraries that only `make lab NAME=integrations` installs."""
         return any(_OF_EXTRAS.search(text) for _, text in self.scripts)
 
     def run(self, directory: Path, limit_s: float, variables: Mapping[str, str] = {}) -> str:

@@ -1,4 +1,4 @@
-"""What a leader's death costs, several times each: `make lab NAME=failover`.
+"""The cost of a leader's death, several times each: `make lab NAME=failover`.
 
 Three etcd members, two coordinators, two shard servers, two workers; each fault happens to the leader, or to etcd (its
 disks are slow, it is compacted, its quota is used up), and the longest time without a committed step is shown. Fails if

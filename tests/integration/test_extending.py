@@ -35,7 +35,7 @@ FILES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where every file of the pages is, and nothing else; on the path. What they register is gone afterwards."""
+    """The folder of the files of the pages, on the path. Their registrations are gone afterwards."""
     path = tmp_path_factory.mktemp("extending")
     for name, content in FILES.items():
         (path / name).write_text(content)

@@ -24,7 +24,7 @@ from deadlines import HANG_S
 from job_services import TOKEN, JobServices
 
 AFTER_A_FAILURE_S = 30.0
-"""How long the others of a job have to notice that one of them has left; on a loaded machine that takes seconds."""
+"""Seconds that the others of a job have to notice that one of them has left: a loaded machine needs some."""
 JOIN_S = 60.0
 START_S = HANG_S
 
