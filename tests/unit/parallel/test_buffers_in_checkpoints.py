@@ -138,8 +138,8 @@ def test_what_restores_without_the_wrapper_reaches_the_next_forward_and_state_di
         model, _ = wrapped(Net(), strategy)
         for read in (lambda: model.eval()(rows(0)), model.state_dict, model.module.state_dict):
             model.module.norm.reset_running_stats()
-            world.barrier()
             epoch = world.models.only().view.epoch
+            world.barrier()
             if world.rank == 1:
                 world.restore_checkpoint(str(directory / strategy.name))
             world.models.only().view.wait_epoch(epoch + 1)
