@@ -217,11 +217,13 @@ class ModelPosition:
         version: number of committed steps.
         placement: number of the newest placement.
         initialized: whether the shard servers have all its values of that epoch.
+        optimized: whether it has an optimizer.
     """
 
     model: int
     epoch: int
     initialized: bool
+    optimized: bool = False
     step: int
     version: int
     placement: int

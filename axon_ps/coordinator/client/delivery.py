@@ -111,6 +111,7 @@ class _ModelDelivery:
             model=number,
             epoch=max(self.epoch, 0 if state is None else state.epoch),
             initialized=state is not None and state.initialized and state.epoch >= self.epoch,
+            optimized=self.optimizer is not None,
             step=max(first_step, self.step + 1),
             version=self.version,
             placement=0 if placement is None else placement.number,

@@ -106,6 +106,7 @@ class Model:
             model=self.number,
             epoch=r.parameters.epoch,
             initialized=r.parameters.initialized,
+            optimized=r.optimizer is not None,
             step=self.step,
             version=self.version,
             placement=r.placement_number,

@@ -111,20 +111,22 @@ class Position(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelPosition, _Mapping]]] = ..., released: _Optional[_Iterable[int]] = ..., snapshot_id: _Optional[int] = ...) -> None: ...
 
 class ModelPosition(_message.Message):
-    __slots__ = ("model", "epoch", "step", "placement", "version", "initialized")
+    __slots__ = ("model", "epoch", "step", "placement", "version", "initialized", "optimized")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZED_FIELD_NUMBER: _ClassVar[int]
     model: int
     epoch: int
     step: int
     placement: int
     version: int
     initialized: bool
-    def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., placement: _Optional[int] = ..., version: _Optional[int] = ..., initialized: bool = ...) -> None: ...
+    optimized: bool
+    def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., placement: _Optional[int] = ..., version: _Optional[int] = ..., initialized: bool = ..., optimized: bool = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason", "finished")

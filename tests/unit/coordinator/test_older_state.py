@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -19,14 +20,25 @@ from coordinator_driver import Driver, Peer
 from test_models import OTHER, OTHER_OPTIMIZER, step, versions
 
 
-class Journal(MemoryStateStore):
-    """A store that has a copy of its state after each batch."""
+class Killed(Exception):
+    """The coordinator is killed."""
 
-    def __init__(self) -> None:
+
+class Journal(MemoryStateStore):
+    """A store that has a copy of its state after each batch.
+
+    Args:
+        batches: it raises `Killed` instead of writing one more.
+    """
+
+    def __init__(self, batches: int | None = None) -> None:
         super().__init__()
         self.states: list[Mapping[str, bytes]] = []
+        self._batches = batches
 
     def apply(self, records: Sequence[Record]) -> None:
+        if len(self.states) == self._batches:
+            raise Killed
         super().apply(records)
         self.states.append(self.load())
 
@@ -35,10 +47,15 @@ def a_life() -> tuple[Driver, list[Peer], list[Peer]]:
     """A job with two models in which servers and workers were replaced; its journal, servers and workers."""
     d = Driver(world_size=2, num_shards=3, replication=2, min_workers=1)
     d.store = Journal()
+    return d, *lived(d)
+
+
+def lived(d: Driver) -> tuple[list[Peer], list[Peer]]:
     d.perform([*d.state.tick(d.clock())])
     servers, workers = [d.shard() for _ in range(3)], [d.worker() for _ in range(2)]
-    for w in workers:
-        d.register(w, name="first")
+    for w in workers:  # one after the other, as `worker.steps` does
+        d.register(w, optimizer=None, name="first")
+        d.register(w, spec=None, name="first")
     for s in servers:
         s.initialized()
     step(workers, servers, 0)
@@ -64,7 +81,7 @@ def a_life() -> tuple[Driver, list[Peer], list[Peer]]:
     d.register(workers[1], OTHER, OTHER_OPTIMIZER, name="second")
     for model in (0, 1, 0):
         step(workers, servers, model)
-    return d, servers, workers
+    return servers, workers
 
 
 def knows(peer: Peer) -> Delivery:
@@ -139,6 +156,29 @@ def test_a_job_goes_on_from_what_its_servers_know_whatever_the_state_has_lost(in
     for peer in (*servers, *workers):
         assert knows(peer).membership == d.state.membership
     assert records.load(d.store.load()) is not None
+
+
+@pytest.mark.parametrize("written", range(2, STATES + 1))
+def test_nothing_that_a_server_was_told_is_lost_with_the_last_batch(written: int) -> None:
+    d = Driver(world_size=2, num_shards=3, replication=2, min_workers=1)
+    d.store = Journal(written)
+    with pytest.raises(Killed) if written < STATES else contextlib.nullcontext():
+        lived(d)
+    servers = [peer for peer in d.peers.values() if peer.role is Role.SHARD and peer.inbox]
+    stored = d.store.states[written - 2]
+    d.store = MemoryStateStore()
+    d.store.apply([Record(key, value) for key, value in stored.items()])
+    d.restart()
+    while teller := next((s for s in servers if behind(d, s)), None):
+        tell(d, teller)
+    durable = records.load(d.store.load())
+    assert durable is not None
+    for theirs in (model for server in servers for model in knows(server).knowledge({}).models):
+        ours = durable.models[theirs.state.model]
+        assert ours.parameters.epoch >= theirs.state.epoch
+        assert ours.version >= theirs.state.version
+        assert ours.spec == theirs.state.spec
+        assert theirs.state.optimizer in (None, ours.optimizer)
 
 
 def test_values_that_were_there_are_not_waited_for_again() -> None:

@@ -79,6 +79,8 @@ def behind(ours: Position, theirs: Position) -> str:
             if what == "epoch" and there < here:
                 break  # it was restored since
         else:
+            if model.optimized and not known.optimized:
+                return f"the optimizer of model {model.model}, and the state ends before it was registered"
             if model.initialized and not known.initialized:
                 return f"all values of model {model.model}, and the state ends before that they were there"
     if gone := theirs.released - ours.released:
