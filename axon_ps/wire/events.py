@@ -223,7 +223,7 @@ class ModelPosition:
     model: int
     epoch: int
     initialized: bool
-    optimized: bool = False
+    optimized: bool
     step: int
     version: int
     placement: int

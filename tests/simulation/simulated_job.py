@@ -528,6 +528,7 @@ class Job:
                     model=0,
                     epoch=model.parameters.epoch,
                     initialized=model.parameters.initialized,
+                    optimized=model.optimizer is not None,
                     step=model.step,
                     version=model.version,
                     placement=0 if placement is None else placement.number,
