@@ -164,6 +164,14 @@ PLANTS: Final = (
         rare=True,
     ),
     Plant(
+        "sums of one generation are forwarded as those of the newest",
+        "shard/server/forwarding.py",
+        "generation=engine.generation, placement=known)",
+        "placement=known)",
+        rare=True,
+        real="a server that joined took the sum of one worker for that of two, and both committed it",
+    ),
+    Plant(
         "a gradient that comes twice is summed twice",
         "shard/core/gradients.py",
         "        if summed > order or (index, order) in accumulator.queued:\n",

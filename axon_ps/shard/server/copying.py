@@ -199,7 +199,7 @@ class Copying:
         waiting.on(primary)
         stub = await self._links.stub(primary)
         request = shard_pb2.CopyRequest(
-            context=self._links.context(self._model, placement.number),
+            context=self._links.context(self._model, generation=engine.generation, placement=placement.number),
             slice=owned.number,
             version=engine.version,
             epoch=epoch,

@@ -174,9 +174,9 @@ class Forwarding:
                     continue
                 unforeseen = not isinstance(error, AxonError)
                 level = logging.ERROR if unforeseen else logging.INFO
-                if not isinstance(error, GenerationChanged):  # the event is about to arrive
+                if not isinstance(error, GenerationChanged):  # the model is about to apply the next one
                     _logger.log(level, "forwarding to server %d: %s; trying again", rank, error, exc_info=unforeseen)
-                await self._check(follower)
+                    await self._check(follower)
                 self._links.forget(rank)
                 leases = not leases  # the next attempt uses the other way
                 await asyncio.sleep(_RETRY_S)
@@ -215,7 +215,8 @@ class Forwarding:
                 accumulator = owned.accumulators[item.number]
                 if known != self._placed:
                     known = self._placed
-                    header.context.CopyFrom(self._links.context(self._model, known))
+                    context = self._links.context(self._model, generation=engine.generation, placement=known)
+                    header.context.CopyFrom(context)
                 elements = owned.chunks.ranges[item.index]
                 header.step, header.unit, header.replica = item.step, owned.chunks.unit, item.number
                 header.offset, header.numel = owned.chunks.begin + elements.start, elements.stop - elements.start

@@ -46,11 +46,18 @@ class Links:
         self._peers.set_members(membership)
         self._same_host.set_members(membership, me)
 
-    def context(self, model: int, placement: int = 0) -> CallContext:
-        """Return the context of a call: caller, model, and its placement."""
+    def context(self, model: int, *, generation: int | None = None, placement: int = 0) -> CallContext:
+        """Return the context of a call.
+
+        Args:
+            model: its number.
+            generation: of the sums or slices that the call is about. A model may apply a generation later than this server
+                learns of it: see Note: [In order] of `model_shell`. None = the newest.
+            placement: number of the placement of its slices.
+        """
         return CallContext(
             job=self._job,
-            generation=self._generation,
+            generation=self._generation if generation is None else generation,
             incarnation=self._incarnation,
             model=model,
             placement=placement,

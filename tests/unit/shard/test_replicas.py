@@ -596,8 +596,9 @@ def test_a_server_whose_slices_have_left_forwards_none_of_them_after_a_broken_st
         def waiting(self) -> Wait:
             return Waits().begin()
 
-        def context(self, _model: int, placement: int) -> common_pb2.CallContext:
-            return common_pb2.CallContext(placement=placement)
+        def context(self, _model: int, *, generation: int, placement: int) -> common_pb2.CallContext:
+            assert generation == engine.generation, "sums of one generation are none of another"
+            return common_pb2.CallContext(generation=generation, placement=placement)
 
         async def peer(self, *_: object) -> None:
             return None
