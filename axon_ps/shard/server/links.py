@@ -51,8 +51,8 @@ class Links:
 
         Args:
             model: its number.
-            generation: of the sums or slices that the call is about. A model may apply a generation later than this server
-                learns of it: see Note: [In order] of `model_shell`. None = the newest.
+            generation: of the sums or slices that the call is about. A model may apply a generation later than this
+                server learns of it: see Note: [In order] of `model_shell`. None = the newest.
             placement: number of the placement of its slices.
         """
         return CallContext(
