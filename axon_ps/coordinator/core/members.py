@@ -231,8 +231,8 @@ class Members:
         if (entry := a.shard(rank)) is None:
             there = format_ranks(s.rank for s in a.shards())
             raise InvalidRequest(f"the job has no shard server {rank}; it has {there}")
-        registrations = (m.registration for m in self._models.registered)
-        if not all(r.parameters.initialized or r.out_of_memory for r in registrations):
+        holders = (m.holders for m in self._models.registered)
+        if not all(h.parameters.initialized or h.out_of_memory for h in holders):
             raise Misuse("parameters are being set or restored; drain a shard server when the job trains")
         if rank not in a.draining:
             if not [s for s in a.shards() if s.rank != rank and s.rank not in a.draining]:
@@ -242,7 +242,7 @@ class Members:
             self._out.persist(a.records())
             self.placements.plan(now)
             self._find_empty(now)
-        return sum(len(m.registration.placement.slices_of(rank)) for m in self._models.registered)
+        return sum(len(m.holders.placement.slices_of(rank)) for m in self._models.registered)
 
     def copied(self, entry: RosterEntry, report: Copied, now: float) -> None:
         """Take a shard server's report that it has received slices.
@@ -260,17 +260,17 @@ class Members:
         the step under way is over. If no other server has the slice, the parameters must be restored.
         """
         model = self._models.get(report.model)
-        if model is None or not model.registration.is_holding(entry.member, report):
+        if model is None or not model.holders.is_holding(entry.member, report):
             return
-        r = model.registration
-        what = self._models.message_prefix(model) + r.described(report, entry.name)
+        holders = model.holders
+        what = self._models.message_prefix(model) + holders.described(report, entry.name)
         self._assembly.counters["slices_corrupted"] += report.lost
         if not report.lost:
             if model.open and report.generation == self._assembly.generation:
                 self.change(f"{what}: the step is made again", now=now, kind="corrupt")
             return
-        was_primary = r.placement.holders[report.slice].primary == entry.member.rank
-        if not r.corrupted(entry.member.rank, report.slice):
+        was_primary = holders.placement.holders[report.slice].primary == entry.member.rank
+        if not holders.corrupted(entry.member.rank, report.slice):
             self._fail(model, f"{what}, and no other shard server holds that slice", now)
         else:
             self.placements.changed(model)
@@ -284,16 +284,15 @@ class Members:
         if not difference.outvoted:
             self._fail(model, str(difference), now)
             return
-        r = model.registration
         for rank in difference.outvoted:
-            r.corrupted(rank, difference.slice)
+            model.holders.corrupted(rank, difference.slice)
         self.placements.changed(model)
         self.change(self._models.message_prefix(model) + str(difference), now=now, kind="corrupt")
 
     def _fail(self, model: Model, failure: str, now: float) -> None:
         """Mark a model's values as untrusted: no step is made before they are restored."""
-        model.registration.parameters.failure = failure
-        self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
+        model.holders.parameters.failure = failure
+        self._out.persist([records.parameters_record(model.number, model.holders.parameters)])
         self.change(self._models.message_prefix(model) + failure, now=now, kind="corrupt")
 
     def settle(self, now: float) -> None:

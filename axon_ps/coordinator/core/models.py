@@ -12,6 +12,8 @@ from dataclasses import replace
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.first_values import FirstValues
+from axon_ps.coordinator.core.placement.holders import SliceHolders
 from axon_ps.coordinator.core.records import Durable, DurableModel, deletions, models_record
 from axon_ps.coordinator.core.registration import Registration, covering
 from axon_ps.coordinator.core.steps.attempts import Attempts
@@ -54,7 +56,9 @@ class Model:
 
     Attributes:
         name: its name; empty until registered.
-        registration: its layout, optimizer and parameters.
+        registration: its layout and optimizer.
+        holders: the servers that hold its slices.
+        first_values: the workers that may give it its first values.
         attempts: the votes and reports in its step.
         step: the current step attempt.
         version: committed steps.
@@ -71,9 +75,9 @@ class Model:
     def __init__(self, number: int, durable: DurableModel, num_shards: int) -> None:
         self.number = number
         self.name = durable.name
-        self.registration = Registration(
-            durable.spec, durable.optimizer, durable.parameters, num_shards, number=number, name=durable.name
-        )
+        self.registration = Registration(durable.spec, durable.optimizer, number=number, name=durable.name)
+        self.holders = SliceHolders(self.registration, durable.parameters, num_shards)
+        self.first_values = FirstValues(self.registration, self.holders)
         self.attempts = Attempts()
         self.step = durable.step
         self.version = durable.version
@@ -101,24 +105,36 @@ class Model:
     @property
     def position(self) -> ModelPosition:
         """The newest known epoch, step, version and placement."""
-        r = self.registration
         return ModelPosition(
             model=self.number,
-            epoch=r.parameters.epoch,
-            initialized=r.parameters.initialized,
+            epoch=self.holders.parameters.epoch,
+            initialized=self.holders.parameters.initialized,
             step=self.step,
             version=self.version,
-            placement=r.placement_number,
+            placement=self.holders.placement_number,
         )
 
     def state(self, shards: list[Member], *, full: bool = False) -> JobState:
         """Return its state for members, with layout and optimizer only when `full`."""
-        return replace(self.registration.state(shards, self.version, full=full), committed=self.committed)
+        r, p = self.registration, self.holders.parameters
+        return JobState(
+            spec=r.spec if full else None,
+            optimizer=r.optimizer if full else None,
+            initialized=p.initialized and not self.holders.lost_with_parameters(shards),
+            version=self.version,
+            epoch=p.epoch,
+            model=self.number,
+            name=self.name,
+            copied=p.copied,
+            placement=p.placement,
+            out_of_memory=self.holders.out_of_memory_reason,
+            committed=self.committed,
+        )
 
     @property
     def run_began(self) -> int:
         """The version that the present run of the workers began with, or that was restored in it."""
-        return self.registration.parameters.run_began
+        return self.holders.parameters.run_began
 
     def updated(self, decision: Decision) -> list[Record]:
         """Apply the hyperparameters and the change of optimizer of a committed step; return the records to write."""
@@ -165,7 +181,7 @@ class Model:
             steps_per_s: its rate.
             awaited: ranks of servers that may be dead, since they have not come back yet; their copies do not count.
         """
-        spec, placement = self.registration.spec, self.registration.parameters.placement
+        spec, placement = self.registration.spec, self.holders.parameters.placement
         state = self.state(shards)
         return ModelStatus(
             model=self.number,
@@ -253,12 +269,12 @@ class Models:
 
     def rank_held_by(self, incarnation: str) -> int | None:
         """Return the rank whose slices this incarnation of a shard server holds."""
-        ranks = (m.registration.rank_held_by(incarnation) for m in self)
+        ranks = (m.holders.rank_held_by(incarnation) for m in self)
         return next((rank for rank in ranks if rank is not None), None)
 
     def still_held_by(self, incarnation: str) -> bool:
         """Return True if a lost shard server holds slices at a model's present version."""
-        return any(m.registration.still_held_by(incarnation, m.version) for m in self)
+        return any(m.holders.still_held_by(incarnation, m.version) for m in self)
 
     def message_prefix(self, model: Model) -> str:
         """Return the beginning of a message about a model: its name; empty if the job has only one."""
@@ -321,7 +337,7 @@ class Models:
             Busy: there would be too many slices.
         """
         mine = num_slices(spec.layout, self._num_shards, spec.options)
-        others = sum(len(m.registration.placement.holders) for m in self.registered if m is not model)
+        others = sum(len(m.holders.placement.holders) for m in self.registered if m is not model)
         most = min(MAX_SLICES, MAX_SERVER_SLICES * servers // copies)
         if mine + others > most:
             beside = f", beside {others} of other models" if others else ""

@@ -1,7 +1,7 @@
 """Registering and releasing models: checks before anything changes, then the changes. Pure.
 
 The worker of lowest rank registers a model first, since its layout and its values count: see Note: [Whose values are
-first] of `registration`. The calls of the others are held until it has registered, is not a member any more, or was
+first] of `first_values`. The calls of the others are held until it has registered, is not a member any more, or was
 refused.
 
 Note: [Nothing is durable before it can be held]
@@ -24,7 +24,7 @@ from axon_ps.coordinator.core.models import MAX_MODELS, Model, Models
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.coordinator.core.waiting import Waiting
-from axon_ps.errors import AxonError, InvalidRequest, MemberLost, Timeout
+from axon_ps.errors import AxonError, Busy, InvalidRequest, MemberLost, Timeout
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.storage.state_store.base import Record
@@ -142,7 +142,7 @@ class Registrations:
         """Return the worker that must register a model before another one; empty = none."""
         there = self._candidates(name)
         if (model := self._models.named(name)) is not None:
-            return model.registration.comes_before(incarnation, there)
+            return model.first_values.comes_before(incarnation, there)
         return there[0] if there and there[0] != incarnation else ""
 
     def _candidates(self, name: str) -> list[str]:
@@ -174,6 +174,8 @@ class Registrations:
         r = model.registration
         if spec is None and optimizer is None:
             raise InvalidRequest(f"worker {rank} registers neither a layout nor an optimizer")
+        if spec is not None and model.holders.out_of_memory:
+            raise Busy(model.holders.out_of_memory_reason)
         new_spec = spec if spec is not None and r.check_spec(spec, rank) else None
         new_optimizer = None
         if optimizer is not None:
@@ -224,13 +226,13 @@ class Registrations:
             raise InvalidRequest(f"model {model.name!r} is to get another optimizer, and none was given")
         for server in self._assembly.roster.of_role(Role.SHARD):
             check_known(server.name, server.known, model.name, None, optimizer)
-        self._check_capacity(model, model.name, r.placement, None, optimizer)
+        self._check_capacity(model, model.name, model.holders.placement, None, optimizer)
         more_bytes = len(records.optimizer_record(model.number, optimizer).value or b"")
         self._models.check_stored(model, more_bytes, model.name)
 
     def _set(self, model: Model, name: str, spec: JobSpec | None, optimizer: OptimizerSpec | None, rank: int) -> None:
         """Set the layout or the optimizer of a model. See Note: [Nothing is durable before it can be held]."""
-        a, r = self._assembly, model.registration
+        a, r, holders = self._assembly, model.registration, model.holders
         for server in a.roster.of_role(Role.SHARD):
             check_known(server.name, server.known, name, spec, optimizer)
         optimizer = None if optimizer is None else model.with_restored(optimizer)
@@ -238,14 +240,15 @@ class Registrations:
             servers = a.servers()
             copies = min(self._replication, len(servers))
             self._models.check_slices(model, name, spec, len(servers), copies)
-        placement = r.placement if spec is None else r.new_placement(spec, servers, self._replication)
+        placement = holders.placement if spec is None else holders.new_placement(spec, servers, self._replication)
         self._check_capacity(model, name, placement, spec, optimizer)
         stored: list[Record] = [] if spec is None else [records.spec_record(model.number, spec)]
         stored += [] if optimizer is None else [records.optimizer_record(model.number, optimizer)]
         stored_bytes = sum(len(record.value or b"") for record in stored)
         self._models.check_stored(model, stored_bytes, name)
         if spec is not None:
-            r.set_spec(spec, placement, rank)
+            r.set_spec(spec, rank)
+            holders.set_placement(placement)
             self._models.add(model, name)
             a.stepping.begin_model(model)
             self._out.persist(a.records())
@@ -262,7 +265,6 @@ class Registrations:
         capacity.check({model.number: (model, placement)}, what, spec, optimizer)
 
     def _claim_upload(self, model: Model, entry: RosterEntry) -> bool:
-        r = model.registration
         if not model.state(self._assembly.shards()).initialized:
-            r.waiting.add(entry.member.incarnation)
-        return r.claim_upload(entry.member.incarnation, self._candidates(model.name))
+            model.first_values.waiting.add(entry.member.incarnation)
+        return model.first_values.claim_upload(entry.member.incarnation, self._candidates(model.name))

@@ -422,9 +422,9 @@ class CoordinatorState:
         if not self._models.registered:
             raise Misuse("there is nothing to save: the shard servers hold no parameters yet")
         saved = []
-        for model in (m for m in self._models.registered if not m.registration.out_of_memory):
-            r = model.registration
-            if r.spec is None or not model.state(shards).initialized:
+        for model in (m for m in self._models.registered if not m.holders.out_of_memory):
+            spec = model.registration.spec
+            if spec is None or not model.state(shards).initialized:
                 prefix = self._models.message_prefix(model)
                 raise Misuse(f"there is nothing to save: {prefix}the shard servers hold no parameters yet")
             saved.append(
@@ -432,9 +432,9 @@ class CoordinatorState:
                     number=model.number,
                     name=model.name,
                     version=model.version,
-                    spec=r.spec,
+                    spec=spec,
                     optimizer=model.optimizer,
-                    placement=r.placement,
+                    placement=model.holders.placement,
                     committed=model.committed,
                 )
             )
@@ -560,12 +560,12 @@ class CoordinatorState:
     @property
     def values_replaced(self) -> bool:
         """True if a model's values ever came from another source than a worker's first values and steps from these."""
-        return any(model.registration.parameters.replaced for model in self._models.registered)
+        return any(model.holders.parameters.replaced for model in self._models.registered)
 
     @property
     def position(self) -> tuple[tuple[int, int, int], ...]:
         """The (number, epoch, version) of every model's parameters."""
-        return tuple((m.number, m.registration.parameters.epoch, m.version) for m in self._models)
+        return tuple((m.number, m.holders.parameters.epoch, m.version) for m in self._models)
 
     def longest_wait(self, now: float) -> tuple[float, str]:
         """Return the seconds that workers have waited for others in the current step, and a text that names these."""

@@ -25,7 +25,7 @@ def step(workers: list[Peer], servers: list[Peer]) -> None:
 
 
 def placement(d: Driver) -> Placement:
-    found = d.state._models.first.registration.placement
+    found = d.state._models.first.holders.placement
     return found
 
 

@@ -87,7 +87,7 @@ class Restores:
         self._call = -1
         self._together: frozenset[int] = frozenset()  # the models of the newest order
         members.on_change.append(self._order_again)
-        self._stored = {m.number: records.parameters_record(m.number, m.registration.parameters) for m in models}
+        self._stored = {m.number: records.parameters_record(m.number, m.holders.parameters) for m in models}
 
     def order(self, resumes: Sequence[Resume], now: float, call: int = -1) -> None:
         """Have the servers load models from a checkpoint, or receive the values that a worker uploads.
@@ -104,7 +104,7 @@ class Restores:
         a = self._assembly
         found = [(self._named(resume), resume) for resume in resumes]
         placements = {
-            model.number: (model, model.registration.new_placement(spec, a.servers(), self._replication))
+            model.number: (model, model.holders.new_placement(spec, a.servers(), self._replication))
             for model, _ in found
             if (spec := model.registration.spec) is not None
         }
@@ -117,9 +117,7 @@ class Restores:
         a.stepping.abort_all(reason)
         for model, resume in found:
             _, placement = placements[model.number]
-            order = model.registration.begin_restore(
-                resume.uri, resume.version, placement, resume.section, resume.sha256
-            )
+            order = model.holders.begin_restore(resume.uri, resume.version, placement, resume.section, resume.sha256)
             model.version = resume.version
             if resume.committed is not None:
                 model.committed = dict(resume.committed)
@@ -142,15 +140,15 @@ class Restores:
         values: dict[str, bytes] = {}
         for model, resume in found:
             if resume.uri not in (FIRST_VALUES, UPLOADED):
-                epoch = model.registration.parameters.epoch + 1
+                epoch = model.holders.parameters.epoch + 1
                 values |= attachments.restored(self._kv, model.name, epoch, resume.uri, resume.attached)
         self._kv.put_own(values)
 
     def _order_again(self, now: float) -> None:
         """Repeat orders after a change of members. See Note: [Values that do not exist yet]."""
         here = {shard.rank for shard in self._assembly.shards()}
-        models = [m for m in self._models.registered if m.registration.awaits_values]
-        gone = any(not m.registration.placement.servers <= here for m in models)
+        models = [m for m in self._models.registered if m.holders.awaits_values]
+        gone = any(not m.holders.placement.servers <= here for m in models)
         if not gone or len(here) < self._assembly.needed_shards:
             return
         call, self._call = self._call, -1
@@ -175,11 +173,11 @@ class Restores:
         a, model = self._assembly, self._models.get(number)
         if model is None:
             return
-        r = model.registration
-        if r.initialized_by(entry.member, version, epoch, model.version):
-            if r.all_loaded(a.shards()):
-                order, r.parameters.restore, r.parameters.initialized = r.parameters.restore, None, True
-                r.waiting.clear()
+        holders, p = model.holders, model.holders.parameters
+        if holders.initialized_by(entry.member, version, epoch, model.version):
+            if holders.all_loaded(a.shards()):
+                order, p.restore, p.initialized = p.restore, None, True
+                model.first_values.waiting.clear()
                 a.announce(model)
                 if order is not None and not self._loading():
                     self._answer(CheckpointReply(uri=order.uri, version=order.version))
@@ -187,16 +185,16 @@ class Restores:
 
     def _loading(self) -> list[Model]:
         """Return the models of the newest order that are not loaded yet."""
-        return [m for m in self._models if m.number in self._together and m.registration.parameters.restore is not None]
+        return [m for m in self._models if m.number in self._together and m.holders.parameters.restore is not None]
 
     def failed(self, entry: RosterEntry, number: int, epoch: int, error: AxonError, now: float) -> None:
         """Fail a restore that a shard server could not perform, with all models restored together."""
         model = self._models.get(number)
-        order = None if model is None else model.registration.parameters.restore
+        order = None if model is None else model.holders.parameters.restore
         if model is not None and order is not None and order.epoch == epoch:
             what = f"shard server {entry.member.rank} could not restore {order.uri}: {error}"
             for other in self._loading() or [model]:
-                other.registration.fail_restore(what)
+                other.holders.fail_restore(what)
             self.persist()
             self._answer(type(error)(what))
             self._members.change(what, now=now)
@@ -204,27 +202,27 @@ class Restores:
     def out_of_memory(self, entry: RosterEntry, number: int, placement: int, error: AxonError, now: float) -> None:
         """Handle a shard server without memory for a placement: for its part of the model, or for copies of slices."""
         model = self._models.get(number)
-        if model is None or model.registration.placement_number != placement:
+        if model is None or model.holders.placement_number != placement:
             return
-        r, a, rank = model.registration, self._assembly, entry.member.rank
+        holders, p, rank = model.holders, model.holders.parameters, entry.member.rank
         why = f"shard server {rank} cannot hold it: {error}"
         self._out.happened("full", f"{self._models.message_prefix(model)}{why}")
-        if r.parameters.initialized and r.is_loaded(entry.member):
+        if p.initialized and holders.is_loaded(entry.member):
             entry.full = True
             self._members.placements.cancel_copies(entry.member)
-        elif r.parameters.restore is not None and r.parameters.restore.uri != FIRST_VALUES:
-            self.failed(entry, number, r.parameters.epoch, error, now)
+        elif p.restore is not None and p.restore.uri != FIRST_VALUES:
+            self.failed(entry, number, p.epoch, error, now)
         else:
-            r.set_out_of_memory(rank, why)
-            a.announce(model, full=False)
+            holders.out_of_memory[rank] = why
+            self._assembly.announce(model, full=False)
 
     def try_again(self) -> None:
         """Try again to place models that did not fit, since memory has become free."""
         for entry in self._assembly.roster.of_role(Role.SHARD):
             entry.full = False
         for model in self._models.registered:
-            if model.registration.out_of_memory:
-                model.registration.out_of_memory.clear()
+            if model.holders.out_of_memory:
+                model.holders.out_of_memory.clear()
                 self._assembly.announce(model)
 
     def cancel(self, call: int) -> None:
@@ -234,14 +232,14 @@ class Restores:
 
     def pending(self) -> Sequence[str]:
         """Return the reasons why restores are not complete, as text."""
-        orders = [(self._models.message_prefix(m), m.registration.parameters.restore) for m in self._models]
-        out_of_memory = [m.registration.out_of_memory_reason for m in self._models if m.registration.out_of_memory]
+        orders = [(self._models.message_prefix(m), m.holders.parameters.restore) for m in self._models]
+        out_of_memory = [m.holders.out_of_memory_reason for m in self._models if m.holders.out_of_memory]
         return [*(prefix + _pending(order) for prefix, order in orders if order is not None), *out_of_memory]
 
     def persist(self) -> None:
         """Persist the holders of parameters where they have changed."""
         for model in self._models:
-            record = records.parameters_record(model.number, model.registration.parameters)
+            record = records.parameters_record(model.number, model.holders.parameters)
             if record != self._stored.get(model.number):
                 self._stored[model.number] = record
                 self._out.persist([record])
@@ -275,7 +273,7 @@ def _reason(resume: Resume) -> str:
 
 def _resume(model: Model) -> Resume:
     """Return the order that a model without values waits for."""
-    order = model.registration.parameters.restore
+    order = model.holders.parameters.restore
     if order is None:
         return Resume(uri=FIRST_VALUES, version=model.version, model=model.name)
     return Resume(uri=order.uri, version=order.version, model=model.name, section=order.section, sha256=order.sha256)

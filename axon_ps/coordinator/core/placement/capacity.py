@@ -46,7 +46,7 @@ class ServerCapacity:
         r = model.registration
         spec = spec or r.spec
         assert spec is not None
-        return slice_sizes(spec, optimizer or r.optimizer, r.num_shards, self._replicas)
+        return slice_sizes(spec, optimizer or r.optimizer, model.holders.num_shards, self._replicas)
 
     def check(
         self,
@@ -100,9 +100,9 @@ class ServerCapacity:
         """Return the bytes that every server holds, or is to hold, of the models that fit."""
         taken: Counter[int] = Counter()
         for model in self._models.registered:
-            r = model.registration
-            if model.number not in without and not r.out_of_memory and r.parameters.placement is not None:
-                taken.update(placed_bytes(r.placement, self.sizes(model)))
+            placement = model.holders.parameters.placement
+            if model.number not in without and not model.holders.out_of_memory and placement is not None:
+                taken.update(placed_bytes(placement, self.sizes(model)))
         return taken
 
     def _pools(self) -> Iterable[tuple[list[int], int]]:
