@@ -93,9 +93,9 @@ PLANTS: Final = (
     ),
     Plant(
         "members are never missed",
-        "coordinator/core/members.py",
-        "        if expired:\n            reasons = []",
-        "        if False:\n            reasons = []",
+        "coordinator/core/evictions.py",
+        "        if expired := self._assembly.roster.expired(now):\n",
+        "        if expired := []:\n",
     ),
     Plant(
         "a placement that changes is not written",

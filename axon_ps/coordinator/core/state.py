@@ -26,10 +26,12 @@ from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
 from axon_ps.coordinator.core.connectivity.leader_isolation import Isolation
+from axon_ps.coordinator.core.evictions import Evictions
 from axon_ps.coordinator.core.history.history import History
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Models
+from axon_ps.coordinator.core.placement.failed_memory import FailedMemory
 from axon_ps.coordinator.core.registrations import Registrations
 from axon_ps.coordinator.core.restart.comeback import Comeback
 from axon_ps.coordinator.core.restart.knowledge import behind
@@ -98,6 +100,8 @@ class CoordinatorState:
         self._kv = KeyValues(durable.kv, self._out)
         self._snapshots = Snapshots(durable.snapshot_id, self._out)
         self._members = Members(config, self._assembly, self._models, self._barriers, self._snapshots, self._out, now)
+        self._evictions = Evictions(config, self._assembly, self._models, self._members, self._out)
+        self._failed_memory = FailedMemory(self._assembly, self._models, self._members, self._out)
         self._restores = Restores(
             self._assembly, self._models, self._members, self._snapshots, self._out, self._kv, config.copies
         )
@@ -194,7 +198,7 @@ class CoordinatorState:
     def tick(self, now: float) -> list[Action]:
         """Handle all deadlines that have passed: leases, members to be replaced, stragglers, waiting calls."""
         self._comeback.tick(now)
-        self._members.tick(now)
+        self._evictions.tick(now)
         self._barriers.tick(now, self._assembly.membership)
         self._registrations.tick(now)
         self._kv.tick(now)
@@ -208,7 +212,7 @@ class CoordinatorState:
 
     def next_deadline(self) -> float:
         """Return the time of the next call of `tick`; inf when there is no deadline."""
-        waiting = (self._members, self._comeback, self._barriers, self._registrations, self._kv)
+        waiting = (self._evictions, self._comeback, self._barriers, self._registrations, self._kv)
         return min(each.next_deadline() for each in waiting)
 
     # ------------------------------------------------------------------ steps
@@ -225,7 +229,7 @@ class CoordinatorState:
             check_role(entry, Role.WORKER, "arrives")
             self._timed([entry.member.rank], model, generation, step, now)
             self._assembly.stepping.arrived(entry.member.rank, model, generation, step, blocked=blocked)
-            self._members.look(now)
+            self._look(now)
         return self._out.take()
 
     def vote(self, sessions: Sequence[int], vote: Vote, now: float) -> list[Action]:
@@ -242,8 +246,8 @@ class CoordinatorState:
         if ranks := [entry.member.rank for entry in entries]:
             self._timed(ranks, vote.model, vote.generation, vote.step, now)
             self._assembly.stepping.vote(ranks, vote)
-            self._members.settle(now)
-            self._members.look(now)
+            self._settle(now)
+            self._look(now)
             self._members.watch_barriers(now)
         return self._out.take()
 
@@ -258,8 +262,8 @@ class CoordinatorState:
         if (entry := self._entry(session, now)) is not None:
             check_role(entry, Role.SHARD, "reports gradients")
             self._assembly.stepping.ready(entry.member.rank, ready)
-            self._members.settle(now)
-            self._members.look(now)
+            self._settle(now)
+            self._look(now)
             self._members.watch_barriers(now)
         return self._out.take()
 
@@ -373,7 +377,7 @@ class CoordinatorState:
         if (entry := self._entry(session, now)) is not None:
             check_role(entry, Role.SHARD, "reports slices")
             self._members.copied(entry, report, now)
-            self._members.settle(now)
+            self._settle(now)
         return self._out.take()
 
     def corrupted(self, session: int, report: Corrupted, now: float) -> list[Action]:
@@ -384,8 +388,8 @@ class CoordinatorState:
         """
         if (entry := self._entry(session, now)) is not None:
             check_role(entry, Role.SHARD, "reports slices")
-            self._members.corrupted(entry, report, now)
-            self._members.settle(now)
+            self._failed_memory.corrupted(entry, report, now)
+            self._settle(now)
         return self._out.take()
 
     def drain(self, call: int, caller: Caller, rank: int, now: float) -> list[Action]:
@@ -569,7 +573,7 @@ class CoordinatorState:
 
     def longest_wait(self, now: float) -> tuple[float, str]:
         """Return the seconds that workers have waited for others in the current step, and a text that names these."""
-        return self._members.stragglers.longest_wait(now)
+        return self._evictions.stragglers.longest_wait(now)
 
     def step_of(self, name: str) -> tuple[int, int]:
         """Return the number of a model, and its present step.
@@ -676,6 +680,16 @@ class CoordinatorState:
         error = GenerationChanged(f"{reason}; who is no member waits for nothing", self._assembly.generation)
         self._kv.lost(entry.member.incarnation, error)
         self._registrations.lost(entry.member.incarnation, error)
+
+    def _settle(self, now: float) -> None:
+        """Perform the changes that were deferred to the end of the step or event."""
+        self._failed_memory.settle(now)
+        self._members.settle(now)
+
+    def _look(self, now: float) -> None:
+        """Update the waits in steps, after a vote or report, or a decision."""
+        self._evictions.stragglers.look(now)
+        self._members.step_deadlines.look(now)
 
     def _entry(self, session: int, now: float) -> RosterEntry | None:
         return next(iter(self._members.of_sessions([session], now)), None)

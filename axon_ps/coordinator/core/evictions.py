@@ -1,0 +1,118 @@
+"""Evictions: members that are removed without their asking, since the job goes on better without them. Pure.
+
+A member is evicted when it was silent for a lease, when another member cannot reach it (`connectivity.reachability`),
+or when the others wait for it in a step (`steps.stragglers`). All workers are evicted when no replacement has joined in
+time. Each eviction ends a session with an error that names the reason.
+
+Note: [Stragglers]
+    A member may live and yet take no part in a step that the others are in. It is *set aside* when as many others as
+    the job needs have waited for it for `step_timeout_s`. It does not come back by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.members import Members
+from axon_ps.coordinator.core.models import Models
+from axon_ps.coordinator.core.roster import RosterEntry
+from axon_ps.coordinator.core.steps.stragglers import Stragglers
+from axon_ps.errors import MemberLost, Timeout
+from axon_ps.types import Role
+
+
+class Evictions:
+    """Evicts the members of one job.
+
+    Args:
+        config: its configuration.
+        assembly: generations, leases and steps.
+        models: the models of the job.
+        members: removes members.
+        out: gets the ends of sessions.
+
+    Attributes:
+        stragglers: the workers that the others wait for in a step.
+    """
+
+    def __init__(
+        self, config: CoordinatorConfig, assembly: Assembly, models: Models, members: Members, out: Outbox
+    ) -> None:
+        self._config = config
+        self._assembly = assembly
+        self._members = members
+        self._out = out
+        self.stragglers = Stragglers(assembly, models, config.step_timeout_s)
+
+    def tick(self, now: float) -> None:
+        """Handle all deadlines of members that have passed: first leases, last stragglers."""
+        if expired := self._assembly.roster.expired(now):
+            self._end_leases(expired, now)
+        while (found := self._members.reachability.to_go(now)) is not None:
+            self._cut_off(*found, now)
+        self._members.tick(now)
+        if now >= self._join_deadline():
+            self._give_up_joining(now)
+        if late := self.stragglers.late(now):
+            self._set_aside(late, now)
+
+    def next_deadline(self) -> float:
+        """Return the time of the next call of `tick`."""
+        parts = (self._assembly.roster, self._members.reachability, self._members, self.stragglers)
+        return min(self._join_deadline(), *(part.next_deadline() for part in parts))
+
+    def _end_leases(self, expired: Sequence[RosterEntry], now: float) -> None:
+        """Continue without members that were silent for a lease."""
+        reasons = []
+        for entry in expired:
+            reasons.append(self._silence(entry))
+            self._out.close(entry.session, MemberLost(f"{reasons[-1]}; it is no member any more"))
+        self._assembly.counters["losses"] += len(expired)
+        self._members.lose(expired, "; ".join(reasons), now, silent=True)
+
+    def _silence(self, entry: RosterEntry) -> str:
+        if entry.session is None:
+            return f"{entry.name} did not come back within {self._config.lease_s:g} s after the coordinator's restart"
+        return f"{entry.name} was silent for {self._config.lease_s:g} s"
+
+    def _cut_off(self, entry: RosterEntry, why: str, now: float) -> None:
+        """Continue without a member that another one cannot reach; see `connectivity.reachability`."""
+        self._assembly.counters["cut_off"] += 1
+        self._members.reachability.gone(entry, why, now)
+        self._out.close(
+            entry.session, MemberLost(f"{why}; this one is no member any more, and joins again when it can")
+        )
+        self._members.lose([entry], f"{why}: the job goes on without {entry.name}", now, kind="cut")
+
+    def _join_deadline(self) -> float:
+        a = self._assembly
+        waiting = a.was_complete and not a.membership.complete and a.membership.workers
+        return self._members.incomplete_since + self._config.join_timeout_s if waiting else math.inf
+
+    def _give_up_joining(self, now: float) -> None:
+        """End the workers' sessions with an error, since no replacement joined in time."""
+        a = self._assembly
+        reason = f"the job waited {self._config.join_timeout_s:g} s for {a.membership.waiting_for}"
+        workers = a.roster.of_role(Role.WORKER)
+        for entry in workers:
+            self._out.close(entry.session, Timeout(reason))
+        self._members.lose(workers, reason, now)
+
+    def _set_aside(self, ranks: Sequence[int], now: float) -> None:
+        """Continue without workers that take no part; see Note: [Stragglers]."""
+        a = self._assembly
+        what, others = self.stragglers.what(), len(a.membership.workers) - len(ranks)
+        entries = [s for s in a.roster.of_role(Role.WORKER) if s.member.rank in ranks]
+        reasons = []
+        for entry in entries:
+            reasons.append(
+                f"{entry.name} was set aside: {what} waited {self._config.step_timeout_s:g} s for it "
+                f"(--step-timeout-s) while {others} other workers took part"
+            )
+            self._out.close(entry.session, Timeout(f"{reasons[-1]}; start it again to take part"))
+        a.counters["set_aside"] += len(entries)
+        self._members.lose(entries, "; ".join(reasons), now)
