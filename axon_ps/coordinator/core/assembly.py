@@ -248,6 +248,11 @@ class Assembly:
         shards = self.shards()
         return {model.number: model.state(shards).initialized for model in self._models}
 
+    @property
+    def has_values(self) -> bool:
+        """True if the live shard servers hold all parameters of some model."""
+        return any(self.initialized().values())
+
     def shards(self) -> list[Member]:
         """Return the live shard servers by rank."""
         return [s.member for s in self.roster.of_role(Role.SHARD)]

@@ -62,8 +62,8 @@ class Evictions:
 
     def next_deadline(self) -> float:
         """Return the time of the next call of `tick`."""
-        parts = (self._assembly.roster, self._members.reachability, self._members, self.stragglers)
-        return min(self._join_deadline(), *(part.next_deadline() for part in parts))
+        waiting = (self._assembly.roster, self._members.reachability, self._members, self.stragglers)
+        return min(self._join_deadline(), *(each.next_deadline() for each in waiting))
 
     def _end_leases(self, expired: Sequence[RosterEntry], now: float) -> None:
         """Continue without members that were silent for a lease."""

@@ -334,8 +334,8 @@ class Members:
 
     def next_deadline(self) -> float:
         """Return the time of the next call of `tick`."""
-        parts = (self._handover, self.placements, self.step_deadlines)
-        return min(self._forming.deadline, *(part.next_deadline() for part in parts))
+        waiting = (self._handover, self.placements, self.step_deadlines)
+        return min(self._forming.deadline, *(each.next_deadline() for each in waiting))
 
     # ------------------------------------------------------------------ inside
 

@@ -241,10 +241,35 @@ class Models:
         wanted = f"model {name!r}" if name else "a model"
         raise InvalidRequest(f"the job does not have {wanted} (yet); it has {names or 'none'}")
 
+    def step_of(self, name: str) -> tuple[int, int]:
+        """Return the number of a registered model, and its present step; errors are those of `described`."""
+        model = self.described(name)
+        return model.number, model.step
+
     @property
     def registered(self) -> list[Model]:
         """The models that have a layout, by number."""
         return [m for m in self if m.registered]
+
+    @property
+    def specs(self) -> dict[str, JobSpec]:
+        """The registered layouts with their dtypes and policies, by name."""
+        return {m.name: m.registration.spec for m in self if m.registration.spec is not None}
+
+    @property
+    def position(self) -> tuple[tuple[int, int, int], ...]:
+        """The (number, epoch, version) of every model's parameters."""
+        return tuple((m.number, m.holders.parameters.epoch, m.version) for m in self)
+
+    @property
+    def values_replaced(self) -> bool:
+        """True if a model's values ever came from another source than a worker's first values and steps from these."""
+        return any(model.holders.parameters.replaced for model in self.registered)
+
+    def is_asynchronous(self, number: int) -> bool:
+        """Return True if replicas of a model step asynchronously."""
+        model = self.get(number)
+        return model is not None and model.attempts.asynchronous
 
     @property
     def first(self) -> Model | None:

@@ -35,7 +35,7 @@ def test_rank_0_uploads_in_every_order_of_registration(order: tuple[int, ...]) -
     d, shard, workers = joined()
     early = order[: order.index(0)]
     waiting = [d.await_registration(workers[rank]) for rank in early if d.register(workers[rank]) is None]
-    assert (len(waiting), d.state.specs) == (len(early), {})
+    assert (len(waiting), d.state.models.specs) == (len(early), {})
     assert d.register(workers[0]).upload
     assert [d.replies[call] for call in waiting] == [None] * len(waiting)
     for rank in order:
@@ -105,7 +105,7 @@ def test_in_a_job_that_begins_again_the_lowest_rank_counts_of_those_that_wait() 
     shard, trained, a, b = d.shard(), d.worker(), d.worker(), d.worker()
     assert not d.register(b).upload
     assert not d.register(a).upload
-    d.perform(d.state.begin_again(d.clock()))
+    d.perform(d.state.restores.begin_again(d.clock()))
     assert shard.last(RestoreOrder).uri == FIRST_VALUES
     assert not d.register(b).upload, "rank 1 waits, too; rank 0 has trained, and registers no more"
     assert d.register(a).upload

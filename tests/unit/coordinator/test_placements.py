@@ -275,7 +275,7 @@ def test_primaries_are_swapped_just_before_a_decision() -> None:
 def test_primaries_are_not_swapped_while_a_checkpoint_is_written() -> None:
     d, workers, servers, reborn = replaced()
     reborn.copied()
-    d.call(lambda call: d.state.save(call, "/ckpt"))
+    d.call(lambda call: d.state.snapshots.save(call, "/ckpt"))
     before = placement(d)
     step(workers, [servers[0], reborn])
     assert placement(d) == before

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from axon_ps.coordinator import attachments
 from axon_ps.coordinator.attachments import Attachment
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.actions import Action, Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
-from axon_ps.errors import AxonError, Busy, CheckpointError, InvalidRequest
+from axon_ps.errors import AxonError, Busy, CheckpointError, InvalidRequest, Misuse
 from axon_ps.types import OptimizerSpec, Role
 from axon_ps.wire.events import FIRST_NAME, FIRST_VALUES, UPLOADED, CheckpointReply, RestoreOrder
 
@@ -89,15 +89,45 @@ class Restores:
         members.on_change.append(self._order_again)
         self._stored = {m.number: records.parameters_record(m.number, m.holders.parameters) for m in models}
 
+    def restore(self, call: int, resumes: Sequence[Resume], now: float) -> list[Action]:
+        """Restore models from a checkpoint; `call` gets a `CheckpointReply` when all servers have loaded it.
+
+        The caller of this is checked beforehand, by `access.callers`, since files are read in between.
+
+        Raises:
+            Misuse: the job has no layout yet.
+            InvalidRequest: the job does not have one of the models.
+            Busy: there is no memory for it, or no capacity for the attachments; nothing has changed.
+        """
+        if not self._models.registered:
+            raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
+        self.order(resumes, now, call)
+        return self._out.take()
+
+    def replace(self, call: int, now: float, name: str) -> list[Action]:
+        """Have a worker upload other values of a model; `call` gets a `CheckpointReply` when the servers hold them.
+
+        Raises:
+            Misuse: the job has no layout yet.
+            InvalidRequest: the job does not have the model.
+        """
+        model = self._models.named(name)
+        version = 0 if model is None else model.version
+        return self.restore(call, [Resume(uri=UPLOADED, version=version, model=name)], now)
+
+    def attached(self) -> dict[str, Attachment]:
+        """Return by key the attachments of workers to the checkpoints of the job."""
+        return attachments.stored(self._kv)
+
+    def begin_again(self, now: float) -> list[Action]:
+        """Begin a job again that `lost_everything`: the next worker uploads first values, for version 0."""
+        self.order([Resume(uri=FIRST_VALUES, version=0, model=model.name) for model in self._models.registered], now)
+        return self._out.take()
+
     def order(self, resumes: Sequence[Resume], now: float, call: int = -1) -> None:
         """Have the servers load models from a checkpoint, or receive the values that a worker uploads.
 
-        `call` gets a `CheckpointReply` when they hold them.
-
-        Raises:
-            InvalidRequest: the job does not have one of the models, or the checkpoint has none.
-            Busy: the live shard servers have no memory for it, or the key-value store has no capacity for the
-                attachments. Nothing has changed then.
+        `call` gets a `CheckpointReply` when they hold them. Errors are those of `restore`.
         """
         if not resumes:
             raise InvalidRequest("the checkpoint has no model of this job; name another checkpoint")
