@@ -1,12 +1,17 @@
 """Evictions: members that are removed without their asking, since the job goes on better without them. Pure.
 
-A member is evicted when it was silent for a lease, when another member cannot reach it (`connectivity.reachability`),
+A member is evicted when it was silent for a lease, when another member cannot reach it (`reachability`),
 or when the others wait for it in a step (`steps.stragglers`). All workers are evicted when no replacement has joined in
 time. Each eviction ends a session with an error that names the reason.
 
 Note: [Stragglers]
     A member may live and yet take no part in a step that the others are in. It is *set aside* when as many others as
     the job needs have waited for it for `step_timeout_s`. It does not come back by itself.
+
+Note: [Isolation]
+    Members that all go silent together are more likely to live behind a broken network than to have died at once. Then
+    the leader lets a standby lead, *before* it declares any member lost, since the members may reach the standby. If
+    they have died, the standby declares them lost one lease later.
 """
 
 from __future__ import annotations
@@ -23,6 +28,9 @@ from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.coordinator.core.steps.stragglers import Stragglers
 from axon_ps.errors import MemberLost, Timeout
 from axon_ps.types import Role
+
+OVERDUE: float = 0.5
+"""A member that was silent for this fraction of its lease is overdue. At least three heartbeats come in a lease."""
 
 
 class Evictions:
@@ -80,7 +88,7 @@ class Evictions:
         return f"{entry.name} was silent for {self._config.lease_s:g} s"
 
     def _cut_off(self, entry: RosterEntry, why: str, now: float) -> None:
-        """Continue without a member that another one cannot reach; see `connectivity.reachability`."""
+        """Continue without a member that another one cannot reach; see `reachability`."""
         self._assembly.counters["cut_off"] += 1
         self._members.reachability.gone(entry, why, now)
         self._out.close(
@@ -116,3 +124,38 @@ class Evictions:
             self._out.close(entry.session, Timeout(f"{reasons[-1]}; start it again to take part"))
         a.counters["set_aside"] += len(entries)
         self._members.lose(entries, "; ".join(reasons), now)
+
+
+class Isolation:
+    """Watches for signs that the coordinator is cut off from its members. See Note: [Isolation].
+
+    Args:
+        assembly: the members, and the number of lost ones.
+        lease_s: seconds for which each may be silent.
+        now: the time.
+    """
+
+    def __init__(self, assembly: Assembly, lease_s: float, now: float) -> None:
+        self._assembly = assembly
+        self._lease_s = lease_s
+        self._there_s = now  # the last time with a member that was not overdue
+        self._losses: float | None = None  # members lost until then; None = there was never such a member
+
+    def silent_s(self, now: float) -> float:
+        """Return the seconds since the last time with a member that was not overdue."""
+        attached = [entry for entry in self._assembly.roster if entry.session is not None]
+        if any(now < entry.deadline - OVERDUE * self._lease_s for entry in attached):
+            self._there_s, self._losses = now, self._losses_now
+        return now - self._there_s
+
+    def suspected(self, now: float) -> bool:
+        """Return True if all members went silent, or were lost, together."""
+        if not self.silent_s(now) or self._losses is None:
+            return False
+        if attached := [entry for entry in self._assembly.roster if entry.session is not None]:
+            return any(entry.deadline <= now for entry in attached)
+        return self._losses_now > self._losses and now - self._there_s >= OVERDUE * self._lease_s
+
+    @property
+    def _losses_now(self) -> float:
+        return self._assembly.counters["losses"]

@@ -24,10 +24,10 @@ from axon_ps.coordinator.core.admission import FailedJoins, admit
 from axon_ps.coordinator.core.assembly import FEW, Assembly, Forming
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
-from axon_ps.coordinator.core.connectivity.reachability import Reachability
 from axon_ps.coordinator.core.handover import Handover, Joining
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.placements import Placements
+from axon_ps.coordinator.core.reachability import Reachability
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry, name_of
 from axon_ps.coordinator.core.steps.decision import format_ranks
@@ -224,12 +224,7 @@ class Members:
     # ------------------------------------------------------------------ shard servers that come and go
 
     def drain(self, rank: int, now: float) -> int:
-        """Have a shard server give up everything it holds, and then leave; returns how many slices it still holds.
-
-        Raises:
-            InvalidRequest: there is no such shard server, or no other could take its slices.
-            Misuse: the job has no parameters yet.
-        """
+        """Have a shard server give up everything it holds, and then leave; returns how many slices it still holds."""
         a = self._assembly
         if (entry := a.shard(rank)) is None:
             there = format_ranks(s.rank for s in a.shards())

@@ -7,7 +7,7 @@ Messages name a model by its number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from axon_ps.coordinator.core import records
@@ -19,12 +19,9 @@ from axon_ps.coordinator.core.registration import Registration, covering
 from axon_ps.coordinator.core.steps.attempts import Attempts
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.memory import slice_bytes
-from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.sharding.plan import num_slices
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Decision, Hyper, Member, ModelProgress, OptimizerSpec, Outcome
-from axon_ps.wire import codec
 from axon_ps.wire.events import JobState, ModelPosition, ModelStatus
 
 MAX_MODELS = 256
@@ -306,11 +303,7 @@ class Models:
         return f"model {model.name!r}: " if len(self._models) > 1 else ""
 
     def find_or_create(self, name: str) -> Model:
-        """Return the model of a name; if there is none, a new one, still to be added by `add`.
-
-        Raises:
-            Busy: the job has the most models that it can have.
-        """
+        """Return the model of a name; if there is none, a new one, still to be added by `add`."""
         if (known := self.named(name)) is not None:
             return known
         first = self._models.get(0)
@@ -324,29 +317,13 @@ class Models:
         return Model(self._next, DurableModel(name=name), self._num_shards)
 
     def check_stored(self, model: Model, more_bytes: int, name: str) -> None:
-        """Check that `more_bytes` of a model may be stored.
-
-        Raises:
-            Busy: the job's models would take too much.
-        """
+        """Check that `more_bytes` of a model may be stored."""
         others = sum(m.stored_bytes for m in self if m is not model)
         if (total := others + model.stored_bytes + more_bytes) > MAX_SPEC_BYTES:
             raise Busy(
                 f"with model {name!r} the job's layouts and optimizers would take {total} bytes; at most "
                 f"{MAX_SPEC_BYTES} are stored: release models that are not needed"
             )
-
-    def preparation(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> Callable[[], None]:
-        """Return the long part of a registration, for any thread: its results are cached with the spec."""
-        cuts = self._num_shards
-
-        def prepare() -> None:
-            if servers and num_slices(spec.layout, cuts, spec.options) <= MAX_SLICES:  # else it is refused
-                new_placement(spec.plan(cuts), servers, replication)
-                slice_bytes(spec, 0, cuts)
-                codec.job_spec_to_proto(spec)
-
-        return prepare
 
     def check_slices(self, model: Model, name: str, spec: JobSpec, servers: int, copies: int) -> None:
         """Check that the job's shard servers can also have the slices of a model.
@@ -357,9 +334,6 @@ class Models:
             spec: the spec.
             servers: the number of shard servers.
             copies: the number of servers that hold each slice.
-
-        Raises:
-            Busy: there would be too many slices.
         """
         mine = num_slices(spec.layout, self._num_shards, spec.options)
         others = sum(len(m.holders.placement.holders) for m in self.registered if m is not model)

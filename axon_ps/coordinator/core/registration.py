@@ -34,12 +34,7 @@ class Registration:
         self._given_by: int | None = None  # the rank that gave the layout, if it was since the coordinator's start
 
     def check_spec(self, spec: JobSpec, rank: int) -> bool:
-        """Return True if `spec` is the first; a later one must be equal.
-
-        Raises:
-            LayoutMismatch: it differs from the job's.
-            InvalidRequest: it has no units.
-        """
+        """Return True if `spec` is the first; a later one must be equal."""
         if self.spec is None:
             if not spec.layout.units:
                 raise InvalidRequest(f"worker {rank} registers a layout without units; a model needs parameters")
@@ -71,11 +66,6 @@ class Registration:
         """Return the optimizer with every hyperparameter filled in if it is the first, else None.
 
         A later one must be equal. With `later` it replaces the job's with a step, and may differ.
-
-        Raises:
-            Misuse: there is no layout yet.
-            InvalidRequest: it does not fit the layout, or a hyperparameter is invalid.
-            LayoutMismatch: it differs from the job's.
         """
         if spec is None:
             raise Misuse(f"worker {rank} registers an optimizer before a layout; register the layout first")
@@ -111,9 +101,6 @@ def check_known(
         known: the optimizers and compressors that it can make; None = not known.
         model: the model's name.
         spec, optimizer: of the model; None = not registered, or checked before.
-
-    Raises:
-        InvalidRequest: it cannot.
     """
     if known is None:
         return

@@ -24,15 +24,18 @@ from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.members import Members
-from axon_ps.coordinator.core.models import MAX_MODELS, Model, Models
+from axon_ps.coordinator.core.models import MAX_MODELS, MAX_SLICES, Model, Models
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.coordinator.core.waiting import Waiting
 from axon_ps.errors import AxonError, Busy, InvalidRequest, MemberLost, Timeout
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.placement import Placement
+from axon_ps.sharding.memory import slice_bytes
+from axon_ps.sharding.placement import Placement, new_placement
+from axon_ps.sharding.plan import num_slices
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import OptimizerSpec, Role
+from axon_ps.wire import codec
 from axon_ps.wire.events import FIRST_NAME, JobState, Registered
 
 MAX_WAITERS = 1 << 14
@@ -84,8 +87,16 @@ class Registrations:
         return bool(self._config.resume) and gives_layout
 
     def preparation(self, spec: JobSpec) -> Callable[[], None]:
-        """Return the long part of a registration, which may be called before `register`, in any thread."""
-        return self._models.preparation(spec, self._assembly.servers(), self._config.copies)
+        """Return the long part of a registration, for any thread, before `register`: its results are cached."""
+        cuts, servers, copies = self._config.num_shards, self._assembly.servers(), self._config.copies
+
+        def prepare() -> None:
+            if servers and num_slices(spec.layout, cuts, spec.options) <= MAX_SLICES:  # else it is refused
+                new_placement(spec.plan(cuts), servers, copies)
+                slice_bytes(spec, 0, cuts)
+                codec.job_spec_to_proto(spec)
+
+        return prepare
 
     def register(
         self,

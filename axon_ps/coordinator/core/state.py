@@ -3,11 +3,7 @@
 An event is a method that returns the actions it causes, in order: a method of `CoordinatorState`, or of its
 `registrations`, `snapshots`, `restores` and `revocations`. `Persist`, if there is one, comes first, so nothing is
 announced that is not durable. An event that must be refused raises, and has changed nothing. The time is passed in and
-only ever compared. Events of a session whose member is lost are ignored.
-
-It is composed of: `members` (joins and leaves), `evictions` (losses), `assembly` (generations), `stepping` (steps),
-`models` (for each one `registration`, `holders` and `first_values`), `registrations`, `restores`, `snapshots`,
-`barriers`, `kv`, `connectivity`, `access`, and `history`.
+only ever compared. Events of a session whose member is lost are ignored. `coordinator.core` lists its components.
 """
 
 from __future__ import annotations
@@ -25,8 +21,7 @@ from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.restores import Restores
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
-from axon_ps.coordinator.core.connectivity.leader_isolation import Isolation
-from axon_ps.coordinator.core.evictions import Evictions
+from axon_ps.coordinator.core.evictions import Evictions, Isolation
 from axon_ps.coordinator.core.history.history import History
 from axon_ps.coordinator.core.history.status import JobStatus
 from axon_ps.coordinator.core.kv import KeyValues
@@ -36,12 +31,7 @@ from axon_ps.coordinator.core.placement.failed_memory import FailedMemory
 from axon_ps.coordinator.core.registrations import Registrations
 from axon_ps.coordinator.core.restart.comeback import Comeback
 from axon_ps.coordinator.core.roster import NOUN, RosterEntry, names_of
-from axon_ps.errors import (
-    AxonError,
-    GenerationChanged,
-    InvalidRequest,
-    PermissionDenied,
-)
+from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, PermissionDenied
 from axon_ps.types import Membership, Role
 from axon_ps.wire import codec
 from axon_ps.wire.build import check as check_build
@@ -309,8 +299,9 @@ class CoordinatorState:
         """Have a worker wait for others; `call` gets the generation in which the barrier opened.
 
         Raises:
-            InvalidRequest: the caller is not a worker of the barrier.
+            InvalidRequest: the name is empty or too long, or the caller is not a worker of the barrier.
             GenerationChanged: the caller is not a member.
+            Busy: there are too many barriers, or calls that wait at one.
         """
         entry = self.callers.member(caller, Role.WORKER, "waits at a barrier")
         self._barriers.arrive(call, entry.member.rank, name, ranks, self.assembly.membership, now, timeout_s)

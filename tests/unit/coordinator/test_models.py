@@ -59,6 +59,18 @@ def copy_from(workers: list[Peer], target: int = 2, source: int = 0, weight: flo
         w.vote(model=target, copy=CopyFrom(source=source, weight=weight))
 
 
+def test_models_know_their_layouts_steps_and_versions() -> None:
+    d, workers, servers = several()
+    step(workers, servers, 1)
+    models = d.state.models
+    assert models.specs == {"policy": SPEC, "critic": OTHER, "target": FROZEN}
+    assert models.position == ((0, 0, 0), (1, 0, 1), (2, 0, 0))
+    assert (models.step_of("critic"), models.step_of("target")) == ((1, 2), (2, 1))
+    assert [models.is_asynchronous(number) for number in (0, 9)] == [False, False]
+    with pytest.raises(InvalidRequest, match="say which one"):
+        models.step_of("")
+
+
 def test_a_name_gets_a_number_once_whoever_registers_it_first() -> None:
     d = Driver()
     _, a, b = d.shard(), d.worker(), d.worker()

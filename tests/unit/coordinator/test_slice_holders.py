@@ -129,5 +129,5 @@ def test_a_restore_forgets_all_holders(uri: str, replaced: bool) -> None:
         replaced,
     )
     assert (holders.out_of_memory_reason, holders.awaits_values, holders.is_loaded(SHARDS[0])) == ("", True, False)
-    holders.fail_restore("no such file")
-    assert (holders.awaits_values, holders.parameters.restore, holders.loss(SHARDS)) == (False, None, "no such file")
+    holders.parameters.failure = "no such file"
+    assert (holders.awaits_values, holders.loss(SHARDS)) == (False, "no such file")

@@ -105,12 +105,7 @@ class Restores:
         return self._out.take()
 
     def replace(self, call: int, now: float, name: str) -> list[Action]:
-        """Have a worker upload other values of a model; `call` gets a `CheckpointReply` when the servers hold them.
-
-        Raises:
-            Misuse: the job has no layout yet.
-            InvalidRequest: the job does not have the model.
-        """
+        """Have a worker upload other values of a model, as `restore` does those of a checkpoint."""
         model = self._models.named(name)
         version = 0 if model is None else model.version
         return self.restore(call, [Resume(uri=UPLOADED, version=version, model=name)], now)
@@ -162,11 +157,7 @@ class Restores:
         self._call = call
 
     def _attach(self, found: Sequence[tuple[Model, Resume]]) -> None:
-        """Store the attachments of checkpoints, with the epochs that the models are about to begin.
-
-        Raises:
-            Busy: the job's key-value store has no capacity for them; nothing has changed.
-        """
+        """Store the attachments of checkpoints, with the epochs that the models are about to begin."""
         values: dict[str, bytes] = {}
         for model, resume in found:
             if resume.uri not in (FIRST_VALUES, UPLOADED):
@@ -195,11 +186,7 @@ class Restores:
         return model
 
     def initialized(self, entry: RosterEntry, number: int, version: int, epoch: int) -> None:
-        """Note that a shard server holds all its parameters of a model, unless the model was released meanwhile.
-
-        Raises:
-            InvalidRequest: the version is not the job's.
-        """
+        """Note that a shard server holds all its parameters of a model, unless the model was released meanwhile."""
         a, model = self._assembly, self._models.get(number)
         if model is None:
             return
@@ -224,7 +211,7 @@ class Restores:
         if model is not None and order is not None and order.epoch == epoch:
             what = f"shard server {entry.member.rank} could not restore {order.uri}: {error}"
             for other in self._loading() or [model]:
-                other.holders.fail_restore(what)
+                other.holders.parameters.restore, other.holders.parameters.failure = None, what
             self.persist()
             self._answer(type(error)(what))
             self._members.change(what, now=now)

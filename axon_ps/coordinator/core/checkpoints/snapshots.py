@@ -90,11 +90,7 @@ class Snapshots:
         self._save: _Save | None = None
 
     def check_free(self) -> None:
-        """Refuse a second order.
-
-        Raises:
-            Busy: one is in progress.
-        """
+        """Refuse another order while one is in progress."""
         if self._save is not None:
             raise Busy(f"a checkpoint is being written to {self._save.order.uri} already; try again when it is done")
 
@@ -149,7 +145,7 @@ class Snapshots:
         if save is None or report.id != save.order.id or rank not in save.waits_for:
             return
         if report.error is not None:
-            save.error = save.error or _at(rank, report.error)
+            save.error = save.error or type(report.error)(f"shard server {rank}: {report.error}")
         else:
             save.files[rank] = report.files
         self._settle({rank})
@@ -200,9 +196,3 @@ class Snapshots:
         if self._save is None:
             return []
         return [f"the checkpoint at {self._save.order.uri} waits for shard server {format_ranks(self._save.waits_for)}"]
-
-
-def _at(rank: int, error: AxonError) -> AxonError:
-    """Return an error of a shard server, with its rank in the message."""
-    named = type(error)(f"shard server {rank}: {error}")
-    return named

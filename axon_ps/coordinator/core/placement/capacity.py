@@ -61,9 +61,6 @@ class ServerCapacity:
             changes: by number, the models that change, and their future placements.
             what: the change as a noun phrase, for the error.
             spec, optimizer: of the changed models, if not their own.
-
-        Raises:
-            Busy: there is not enough memory; the message has the bytes that each server needs and has.
         """
         needed: Counter[int] = Counter()
         for model, placement in changes.values():
@@ -78,11 +75,7 @@ class ServerCapacity:
             raise Busy(f"{what} is refused, nothing has changed: {'; '.join(short)}; {WHAT_TO_DO}")
 
     def check_there(self, placement: Placement, what: str) -> None:
-        """Check that all servers of a placement are live, and so have reported their memory.
-
-        Raises:
-            MemberLost: one is not.
-        """
+        """Check that all servers of a placement are live, and so have reported their memory."""
         if missing := sorted(placement.servers - self._servers.keys()):
             raise MemberLost(
                 f"{what} has to wait: shard server {format_ranks(missing)} is not there to say whether it can hold it"

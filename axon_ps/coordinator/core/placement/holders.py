@@ -143,9 +143,6 @@ class SliceHolders:
         """Take a shard server's report that it holds its parameters; return True if all may hold them now.
 
         A server that was away reports again, since the others may have reported meanwhile.
-
-        Raises:
-            InvalidRequest: it holds another version than the job is at.
         """
         p = self.parameters
         if p.placement is None or p.initialized or epoch != p.epoch:
@@ -178,11 +175,6 @@ class SliceHolders:
         self.out_of_memory.clear()
         self.set_placement(placement)
         return order
-
-    def fail_restore(self, failure: str) -> None:
-        """End a restore that a shard server could not perform, also for the others."""
-        self.parameters.restore = None
-        self.parameters.failure = failure
 
     # ------------------------------------------------------------------ servers that are lost
 
