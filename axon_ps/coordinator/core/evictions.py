@@ -1,8 +1,8 @@
-"""Evictions: members that are removed without their asking, since the job goes on better without them. Pure.
+"""Evictions: members that the coordinator removes, for their silence, a cut connection or a late step. Pure.
 
-A member is evicted when it was silent for a lease, when another member cannot reach it (`reachability`),
-or when the others wait for it in a step (`steps.stragglers`). All workers are evicted when no replacement has joined in
-time. Each eviction ends a session with an error that names the reason.
+A member is evicted when it was silent for a lease, when another member cannot reach it (`reachability`), or when the
+others wait for it in a step (`steps.stragglers`). All workers are evicted when no replacement has joined in time. Each
+eviction ends a session with an error that names the reason.
 
 Note: [Stragglers]
     A member may live and yet take no part in a step that the others are in. It is *set aside* when as many others as
