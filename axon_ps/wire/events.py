@@ -248,7 +248,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Connectivity:
-    """The members that a member reaches, by incarnation; see `core.connectivity.reachability`.
+    """The members that a member reaches, by incarnation; see `core.reachability`.
 
     Attributes:
         unreachable: all members that it cannot reach now.

@@ -54,7 +54,7 @@ class Plant:
         return text.replace(self.right, self.wrong)
 
 
-_REGISTRATION: Final = "coordinator/core/registration.py"
+_HOLDERS: Final = "coordinator/core/placement/holders.py"
 _STEPPING: Final = "coordinator/core/steps/stepping.py"
 _DELIVERY: Final = "coordinator/client/delivery.py"
 _MODEL_SHELL: Final = "shard/server/model_shell.py"
@@ -81,33 +81,33 @@ PLANTS: Final = (
     ),
     Plant(
         "a dead shard server stays the primary",
-        _REGISTRATION,
+        _HOLDERS,
         "self.change_placement(p.placement.without(rank))",
         "self.change_placement(p.placement)",
     ),
     Plant(
         "a shard server that was lost holds its slices after other steps, too",
-        _REGISTRATION,
+        _HOLDERS,
         "now = p.initialized and p.lost_version == version",
         "now = p.initialized",
     ),
     Plant(
         "members are never missed",
-        "coordinator/core/members.py",
-        "        if expired:\n            reasons = []",
-        "        if False:\n            reasons = []",
+        "coordinator/core/evictions.py",
+        "        if expired := self._assembly.roster.expired(now):\n",
+        "        if expired := []:\n",
     ),
     Plant(
         "a placement that changes is not written",
         "coordinator/core/placement/placements.py",
-        "        self._out.persist([records.parameters_record(model.number, model.registration.parameters)])\n"
+        "        self._out.persist([records.parameters_record(model.number, model.holders.parameters)])\n"
         "        self._assembly.announce(model, full=False)",
         "        self._assembly.announce(model, full=False)",
     ),
     Plant(
         "a server whose connection broke has lost everything",
         "coordinator/core/assembly.py",
-        "model.registration.take_back(member, self.shards(), model.version)",
+        "model.holders.take_back(member, self.shards(), model.version)",
         "pass",
         real="parameters were lost although a server was back after 30 ms: the other holder was dead, and not missed",
     ),
@@ -264,7 +264,7 @@ PLANTS: Final = (
     ),
     Plant(
         "a corrupt slice is lost though another copy comes back",
-        _REGISTRATION,
+        _HOLDERS,
         "            for index in set(held) & p.corrupt.keys():",
         "            for index in ():",
         real="a job waited for a restore, since the other copy's connection had been reset",
@@ -272,7 +272,7 @@ PLANTS: Final = (
     ),
     Plant(
         "a server that comes back is taken to hold what it has lost",
-        _REGISTRATION,
+        _HOLDERS,
         "held = tuple(i for i in complete if p.corrupt.get(i) != incarnation)",
         "held = tuple(complete)",
         real="a server that had lost a slice was to sum it, and nobody copied it to it; or the slice had no server at "

@@ -1,4 +1,4 @@
-"""A member's report of whom it reaches, from its probes: see `coordinator.core.connectivity.reachability`."""
+"""A member's report of whom it reaches, from its probes: see `coordinator.core.reachability`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
 """The coordinator's state machines: events in, actions out. No clock, threads or I/O.
 
-state       is composed of the parts below           events · actions   inputs and outputs
-roster · members · admission · assembly              the members, their ranks and generations
-models · registration · steps                        the models, and the decisions on their steps
-barriers · kv · checkpoints · waiting                the calls that members wait for
-records     the durable state                        config             the configuration
+state · actions                                      events in, actions out
+roster · admission · members · handover              who is a member: ranks, joins and leaves
+evictions · reachability · restart                   who is removed, and who comes back
+assembly · steps                                     generations, and the decisions on steps
+registrations · models                               the models; each with the three of the next line
+registration · first_values · placement              layout and optimizer; first values; which servers hold slices
+barriers · kv · checkpoints · access · waiting       the calls that members and operators make
+records · history                                    the durable state; all that is shown of a job
 """

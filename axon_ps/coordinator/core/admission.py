@@ -49,12 +49,7 @@ class Admission:
 def admit(
     config: CoordinatorConfig, assembly: Assembly, models: Models, role: Role, request: JoinRequest, now: float
 ) -> Admission:
-    """Admit a process that is not a member.
-
-    Raises:
-        InvalidRequest: its rank is taken, or its world size is not the job's.
-        Busy: no rank is free, or that is not known yet; or another member has its address.
-    """
+    """Admit a process that is not a member."""
     displaced: Displaced = ()
     if role is Role.WORKER:
         rank = _rank_of_worker(config, assembly, request, now)
@@ -92,11 +87,7 @@ def _rank_of_shard(
 
 
 def _at_address(assembly: Assembly, request: JoinRequest, lease_s: float) -> RosterEntry | None:
-    """Return the former shard server at a joiner's address: without a session it is dead.
-
-    Raises:
-        Busy: it has a session.
-    """
+    """Return the former shard server at a joiner's address: without a session it is dead."""
     before = assembly.roster.at_address(request.address)
     if before is not None and before.session is not None:
         raise Busy(
@@ -128,11 +119,7 @@ class FailedJoins:
         self._left.append((now, node))
 
     def check(self, node: str, now: float) -> None:
-        """Refuse a joiner for a while.
-
-        Raises:
-            Busy: too many have joined and left in vain; the message has the time to wait.
-        """
+        """Refuse a joiner after too many that have left in vain; the message has the time to wait."""
         while self._left and self._left[0][0] <= now - WINDOW_S:
             self._left.popleft()
         of_node = [left_s for left_s, of in self._left if of == node]

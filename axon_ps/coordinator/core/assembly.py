@@ -162,15 +162,15 @@ class Assembly:
         if joined is not None and joined.role is Role.WORKER and self.membership.is_over:
             self._finished, self._vacant = [], 0  # the job starts over
             for model in self._models:
-                model.registration.parameters.run_began = model.version
-                self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
-        numbers = {model.number: model.registration.placement_number for model in self._models}
+                model.holders.parameters.run_began = model.version
+                self._out.persist([records.parameters_record(model.number, model.holders.parameters)])
+        numbers = {model.number: model.holders.placement_number for model in self._models}
         for entry in lost:
             self.roster.remove(entry)
             if entry.member.role is Role.SHARD:
                 self.draining -= {entry.member.rank}
                 for model in self._models:
-                    model.registration.lose(entry.member.rank, model.version)
+                    model.holders.lose(entry.member.rank, model.version)
         if finished:
             self._finished = [*self._finished, *(s.member for s in lost)][-MAX_FINISHED:]
             self._vacant += len(lost) if self.roster.count(Role.WORKER) else self.world_size  # the job is over
@@ -185,9 +185,9 @@ class Assembly:
         self._out.persist(self.records())
         now_initialized = self.initialized()
         for model in self._models:
-            moved = model.registration.placement_number != numbers[model.number]
+            moved = model.holders.placement_number != numbers[model.number]
             if moved:
-                self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
+                self._out.persist([records.parameters_record(model.number, model.holders.parameters)])
             if moved or now_initialized[model.number] != initialized[model.number]:
                 self.announce(model, full=not moved)
         self._out.push(self.roster.sessions() if sessions is None else sessions, self.membership)
@@ -197,7 +197,7 @@ class Assembly:
         member = dataclasses.replace(joined, joined=self.generation + 1)
         entry = self.roster.add(member, session, now + self._config.lease_s)
         for model in self._models if member.role is Role.SHARD else ():
-            model.registration.take_back(member, self.shards(), model.version)
+            model.holders.take_back(member, self.shards(), model.version)
         self.greet(entry, joined=True)
         return entry
 
@@ -214,13 +214,13 @@ class Assembly:
         if self.revoked:
             self._out.push(to, RevokedNames(reasons=dict(self.revoked)))
         for model in self._models:
-            if not (joined and is_shard) or model.registration.is_holder(entry.member):
+            if not (joined and is_shard) or model.holders.is_holder(entry.member):
                 for decision in model.decisions:
                     self._out.push(to, decision)
         for model in self._models:
             self._out.push(to, model.state(self.shards(), full=is_shard))
-            order = model.registration.parameters.restore
-            if is_shard and order is not None and not model.registration.is_loaded(entry.member):
+            order = model.holders.parameters.restore
+            if is_shard and order is not None and not model.holders.is_loaded(entry.member):
                 self._out.push(to, order)
 
     def welcome(self, entry: RosterEntry) -> Welcome:
@@ -247,6 +247,11 @@ class Assembly:
         """Return for each model, by number, whether the servers hold its parameters."""
         shards = self.shards()
         return {model.number: model.state(shards).initialized for model in self._models}
+
+    @property
+    def has_values(self) -> bool:
+        """True if the live shard servers hold all parameters of some model."""
+        return any(self.initialized().values())
 
     def shards(self) -> list[Member]:
         """Return the live shard servers by rank."""
@@ -303,14 +308,14 @@ class Assembly:
         shards = self.shards()
         if len(shards) < self.needed_shards:
             return ""
-        losses = ((self._models.message_prefix(model), model.registration.loss(shards)) for model in self._models)
+        losses = ((self._models.message_prefix(model), model.holders.loss(shards)) for model in self._models)
         return " and ".join(prefix + loss for prefix, loss in losses if loss)
 
     @property
     def lost_everything(self) -> bool:
         """True when no shard server has parameters of any model any more."""
-        shards, models = self.shards(), [model.registration for model in self._models.registered]
-        there = any(r.is_loaded(shard) for r in models for shard in shards)
+        shards, models = self.shards(), self._models.registered
+        there = any(model.holders.is_loaded(shard) for model in models for shard in shards)
         return bool(self.lost_parameters) and not there
 
     def job_record(self) -> Record:
@@ -357,7 +362,7 @@ class Assembly:
         troubles = [
             self._models.message_prefix(model) + trouble
             for model in self._models
-            if (trouble := model.registration.trouble(shards))
+            if (trouble := model.holders.trouble(shards))
         ]
         anew = f"; or begin anew: {self._config.begin_anew}" if troubles and self._config.begin_anew else ""
         return " and ".join((*reasons, *troubles)) + anew
@@ -366,7 +371,7 @@ class Assembly:
         """Return the ranks of the shard servers that the job waits for."""
         here = {s.rank for s in shards}
         registered = self._models.registered
-        missing = {rank for model in registered for rank in model.registration.missing(shards)}
+        missing = {rank for model in registered for rank in model.holders.missing(shards)}
         if not registered and len(shards) < self.needed_shards:
             missing |= {rank for rank in range(self.needed_shards) if rank not in here}
         return sorted(missing)

@@ -61,12 +61,7 @@ class Barriers:
         now: float,
         timeout_s: float,
     ) -> None:
-        """Have a worker arrive and wait. Its own earlier call at the same barrier fails.
-
-        Raises:
-            InvalidRequest: the name is empty or too long, or the caller is not among `ranks`.
-            Busy: there are too many barriers, or calls that wait at one.
-        """
+        """Have a worker arrive and wait. Its own earlier call at the same barrier fails."""
         if not 1 <= len(name) <= MAX_NAME_CHARS:
             raise InvalidRequest(f"a barrier's name has 1 to {MAX_NAME_CHARS} characters; {len(name)} given")
         if ranks and rank not in ranks:

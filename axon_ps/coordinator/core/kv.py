@@ -87,12 +87,7 @@ class KeyValues:
         return sorted(key for key in self._values if key.startswith(prefix))
 
     def put_own(self, values: Mapping[str, bytes]) -> None:
-        """Store values of the coordinator, all or none; it has capacity of its own, twice that of a job.
-
-        Raises:
-            InvalidRequest: a key or value is too long.
-            Busy: the store is full.
-        """
+        """Store values of the coordinator, all or none; it has capacity of its own, twice that of a job."""
         added = 0
         for key, value in values.items():
             _check(key, value)

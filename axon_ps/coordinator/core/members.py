@@ -7,11 +7,6 @@ Note: [Finished]
     would be of other replicas than those that pushed. When the last worker has finished, the job is over, and workers
     that join begin it anew. When the last worker has died, its replacement goes on.
 
-Note: [Stragglers]
-    A member may live and yet take no part in a step that the others are in. It is *set aside* when as many others as
-    the job needs have waited for it for `step_timeout_s`: its membership ends with an error that names the reason, and
-    it does not come back by itself. See `stragglers`.
-
 Note: [Between two steps]
     Shard servers that join or have been drained wait for the end of a step (`handover`). A server whose connection has
     just broken does not wait if it is back with its slices. At the end of the step primaries are swapped (`placements`)
@@ -21,28 +16,25 @@ Note: [Between two steps]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.admission import FailedJoins, admit
 from axon_ps.coordinator.core.assembly import FEW, Assembly, Forming
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
-from axon_ps.coordinator.core.connectivity.reachability import Reachability
+from axon_ps.coordinator.core.handover import Handover, Joining
 from axon_ps.coordinator.core.models import Model, Models
-from axon_ps.coordinator.core.placement.handover import Handover, Joining
 from axon_ps.coordinator.core.placement.placements import Placements
+from axon_ps.coordinator.core.reachability import Reachability
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry, name_of
-from axon_ps.coordinator.core.steps.deadlines import StepDeadlines
-from axon_ps.coordinator.core.steps.decision import Difference, format_ranks
-from axon_ps.coordinator.core.steps.stragglers import Stragglers
-from axon_ps.errors import Broken, Busy, Drained, InvalidRequest, MemberLost, Misuse, Timeout
+from axon_ps.coordinator.core.steps.decision import format_ranks
+from axon_ps.coordinator.core.steps.stragglers import StepDeadlines
+from axon_ps.errors import Broken, Busy, Drained, InvalidRequest, Misuse
 from axon_ps.types import Member, Role
-from axon_ps.wire.events import Connectivity, Copied, Corrupted, JoinRequest
+from axon_ps.wire.events import Connectivity, Copied, JoinRequest
 
 
 class Members:
@@ -60,6 +52,7 @@ class Members:
     Attributes:
         on_lost: called with every former member, and the reason.
         on_change: called in this order with the time when the members have changed.
+        incomplete_since: the time since which the job waits for members.
     """
 
     def __init__(
@@ -78,12 +71,10 @@ class Members:
         self._barriers = barriers
         self._snapshots = snapshots
         self._out = out
-        self._incomplete_since = now
+        self.incomplete_since = now
         self._handover = Handover()
         self._failed_joins = FailedJoins()
         self._forming = Forming()
-        self._silent: set[str] = set()  # incarnations of those lost since the last step whose leases had expired
-        self.stragglers = Stragglers(assembly, models, config.step_timeout_s)
         self.step_deadlines = StepDeadlines(assembly, models, out)
         self.reachability = Reachability(assembly, models, config.lease_s, out)
         self.placements = Placements(config.copies, assembly, models, snapshots, out)
@@ -117,7 +108,7 @@ class Members:
         waits = (
             role is Role.SHARD
             and self._can_wait()
-            and (request.incarnation in self._silent or not self._models.still_held_by(request.incarnation))
+            and (request.incarnation in self._handover.silent or not self._models.still_held_by(request.incarnation))
             and a.roster.at_address(request.address) is None
         )
         if entry is None and waits:
@@ -163,8 +154,20 @@ class Members:
         else:
             self.lose([entry], f"{entry.name} left" + (f": {reason}" if reason else ""), now, kind="left")
 
-    def lose(self, entries: Sequence[RosterEntry], reason: str, now: float, *, kind: str = "lost") -> None:
-        """Remove lost members; `kind` is the kind of the event in the history."""
+    def lose(
+        self, entries: Sequence[RosterEntry], reason: str, now: float, *, kind: str = "lost", silent: bool = False
+    ) -> None:
+        """Remove lost members.
+
+        Args:
+            entries: the members.
+            reason: the reason, as text.
+            now: the time.
+            kind: the kind of the event in the history.
+            silent: whether they have sent nothing for a lease.
+        """
+        if silent:
+            self._handover.silent.update(entry.member.incarnation for entry in entries)
         self.change(reason, lost=entries, now=now, kind=kind)
         self._snapshots.lost([s.member.rank for s in entries if s.member.role is Role.SHARD], reason)
 
@@ -208,7 +211,7 @@ class Members:
             if in_vain and entry.member.role is Role.WORKER:
                 self._failed_joins.left(entry.member.node, now)
         if before.complete or not before.workers:
-            self._incomplete_since = now
+            self.incomplete_since = now
         self.placements.plan(now)
         workers = [s.member.rank for s in lost if s.member.role is Role.WORKER]
         self._barriers.generation_changed(a.membership, workers, reason, finished=finished)
@@ -221,18 +224,13 @@ class Members:
     # ------------------------------------------------------------------ shard servers that come and go
 
     def drain(self, rank: int, now: float) -> int:
-        """Have a shard server give up everything it holds, and then leave; returns how many slices it still holds.
-
-        Raises:
-            InvalidRequest: there is no such shard server, or no other could take its slices.
-            Misuse: the job has no parameters yet.
-        """
+        """Have a shard server give up everything it holds, and then leave; returns how many slices it still holds."""
         a = self._assembly
         if (entry := a.shard(rank)) is None:
             there = format_ranks(s.rank for s in a.shards())
             raise InvalidRequest(f"the job has no shard server {rank}; it has {there}")
-        registrations = (m.registration for m in self._models.registered)
-        if not all(r.parameters.initialized or r.out_of_memory for r in registrations):
+        holders = (m.holders for m in self._models.registered)
+        if not all(h.parameters.initialized or h.out_of_memory for h in holders):
             raise Misuse("parameters are being set or restored; drain a shard server when the job trains")
         if rank not in a.draining:
             if not [s for s in a.shards() if s.rank != rank and s.rank not in a.draining]:
@@ -242,7 +240,7 @@ class Members:
             self._out.persist(a.records())
             self.placements.plan(now)
             self._find_empty(now)
-        return sum(len(m.registration.placement.slices_of(rank)) for m in self._models.registered)
+        return sum(len(m.holders.placement.slices_of(rank)) for m in self._models.registered)
 
     def copied(self, entry: RosterEntry, report: Copied, now: float) -> None:
         """Take a shard server's report that it has received slices.
@@ -253,55 +251,8 @@ class Members:
         if self._assembly.may_go_on:
             self.change(f"{entry.name} has got what the job waited for", now=now)
 
-    def corrupted(self, entry: RosterEntry, report: Corrupted, now: float) -> None:
-        """Handle failed memory of a slice: another holder goes on with it, and the server gets it again.
-
-        If the server was the primary, workers may be using values that it sent, and may have pushed gradients to it. So
-        the step under way is over. If no other server has the slice, the parameters must be restored.
-        """
-        model = self._models.get(report.model)
-        if model is None or not model.registration.is_holding(entry.member, report):
-            return
-        r = model.registration
-        what = self._models.message_prefix(model) + r.described(report, entry.name)
-        self._assembly.counters["slices_corrupted"] += report.lost
-        if not report.lost:
-            if model.open and report.generation == self._assembly.generation:
-                self.change(f"{what}: the step is made again", now=now, kind="corrupt")
-            return
-        was_primary = r.placement.holders[report.slice].primary == entry.member.rank
-        if not r.corrupted(entry.member.rank, report.slice):
-            self._fail(model, f"{what}, and no other shard server holds that slice", now)
-        else:
-            self.placements.changed(model)
-            if was_primary:
-                self.change(what, now=now, kind="corrupt")
-            else:
-                self._out.happened("corrupt", what)
-
-    def _settle_difference(self, model: Model, difference: Difference, now: float) -> None:
-        """Have outvoted copies of a slice sent again; without a majority the parameters must be restored."""
-        if not difference.outvoted:
-            self._fail(model, str(difference), now)
-            return
-        r = model.registration
-        for rank in difference.outvoted:
-            r.corrupted(rank, difference.slice)
-        self.placements.changed(model)
-        self.change(self._models.message_prefix(model) + str(difference), now=now, kind="corrupt")
-
-    def _fail(self, model: Model, failure: str, now: float) -> None:
-        """Mark a model's values as untrusted: no step is made before they are restored."""
-        model.registration.parameters.failure = failure
-        self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
-        self.change(self._models.message_prefix(model) + failure, now=now, kind="corrupt")
-
     def settle(self, now: float) -> None:
         """Perform the changes that were deferred to the end of the step or event."""
-        a = self._assembly
-        differing, a.stepping.differing = a.stepping.differing, []
-        for model, difference in differing:
-            self._settle_difference(model, difference, now)
         self._find_empty(now)
         if self._ending:
             self._ending = False
@@ -328,7 +279,6 @@ class Members:
         """Prepare the decision on a model's step; return the generation that is to begin with the next step, or 0."""
         for entry in self._assembly.roster.of_role(Role.WORKER):
             entry.participated = True
-        self._silent.clear()
         self._handover.step_ends(self._now)
         self.placements.plan(self._now, ending=model)
         self._find_empty(self._now)
@@ -366,50 +316,21 @@ class Members:
         if self._barriers:
             self._barriers.watch(self._assembly.stepping.voted(), self._assembly.membership, now)
 
-    def look(self, now: float) -> None:
-        """Update the waits in steps, after a vote or report, or a decision."""
-        self.stragglers.look(now)
-        self.step_deadlines.look(now)
-
     # ------------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        """Handle all deadlines that have passed: leases, members to be replaced, stragglers."""
-        a = self._assembly
-        expired = a.roster.expired(now)
-        if expired:
-            reasons = []
-            for entry in expired:
-                reasons.append(self._silence(entry))
-                self._out.close(entry.session, MemberLost(f"{reasons[-1]}; it is no member any more"))
-            a.counters["losses"] += len(expired)
-            self._silent.update(entry.member.incarnation for entry in expired)
-            self.lose(expired, "; ".join(reasons), now)
-        while (found := self.reachability.to_go(now)) is not None:
-            self._cut_off(*found, now)
+        """Handle the deadlines that have passed: of joins, hand-overs, copies and steps."""
         if now >= self._forming.deadline:
             self._announce_joined(now)
         if self._handover.overdue(now):
             self._hand_over(now)
         self.placements.tick(now)
-        if now >= self._join_deadline():
-            self._give_up_joining(now)
         self.step_deadlines.tick(now)
-        if late := self.stragglers.late(now):
-            self._set_aside(late, now)
 
     def next_deadline(self) -> float:
         """Return the time of the next call of `tick`."""
-        return min(
-            self._assembly.roster.next_deadline(),
-            self._forming.deadline,
-            self._join_deadline(),
-            self.stragglers.next_deadline(),
-            self.step_deadlines.next_deadline(),
-            self._handover.next_deadline(),
-            self.placements.next_deadline(),
-            self.reachability.next_deadline(),
-        )
+        waiting = (self._handover, self.placements, self.step_deadlines)
+        return min(self._forming.deadline, *(each.next_deadline() for each in waiting))
 
     # ------------------------------------------------------------------ inside
 
@@ -445,46 +366,3 @@ class Members:
         if self._forming.joined:
             sessions = self._forming.take(len(self._assembly.roster), now)
             self._begin("members joined", now=now, sessions=sessions)
-
-    def _silence(self, entry: RosterEntry) -> str:
-        if entry.session is None:
-            return f"{entry.name} did not come back within {self._config.lease_s:g} s after the coordinator's restart"
-        return f"{entry.name} was silent for {self._config.lease_s:g} s"
-
-    def _join_deadline(self) -> float:
-        a = self._assembly
-        waiting = a.was_complete and not a.membership.complete and a.membership.workers
-        return self._incomplete_since + self._config.join_timeout_s if waiting else math.inf
-
-    def _give_up_joining(self, now: float) -> None:
-        """End the workers' sessions with an error, since no replacement joined in time."""
-        a = self._assembly
-        reason = f"the job waited {self._config.join_timeout_s:g} s for {a.membership.waiting_for}"
-        workers = a.roster.of_role(Role.WORKER)
-        for entry in workers:
-            self._out.close(entry.session, Timeout(reason))
-        self.lose(workers, reason, now)
-
-    def _set_aside(self, ranks: Sequence[int], now: float) -> None:
-        """Continue without workers that take no part; see Note: [Stragglers]."""
-        a = self._assembly
-        what, others = self.stragglers.what(), len(a.membership.workers) - len(ranks)
-        entries = [s for s in a.roster.of_role(Role.WORKER) if s.member.rank in ranks]
-        reasons = []
-        for entry in entries:
-            reasons.append(
-                f"{entry.name} was set aside: {what} waited {self._config.step_timeout_s:g} s for it "
-                f"(--step-timeout-s) while {others} other workers took part"
-            )
-            self._out.close(entry.session, Timeout(f"{reasons[-1]}; start it again to take part"))
-        a.counters["set_aside"] += len(entries)
-        self.lose(entries, "; ".join(reasons), now)
-
-    def _cut_off(self, entry: RosterEntry, why: str, now: float) -> None:
-        """Continue without a member that another one cannot reach; see `connectivity.reachability`."""
-        self._assembly.counters["cut_off"] += 1
-        self.reachability.gone(entry, why, now)
-        self._out.close(
-            entry.session, MemberLost(f"{why}; this one is no member any more, and joins again when it can")
-        )
-        self.lose([entry], f"{why}: the job goes on without {entry.name}", now, kind="cut")

@@ -7,22 +7,21 @@ Messages name a model by its number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.first_values import FirstValues
+from axon_ps.coordinator.core.placement.holders import SliceHolders
 from axon_ps.coordinator.core.records import Durable, DurableModel, deletions, models_record
 from axon_ps.coordinator.core.registration import Registration, covering
 from axon_ps.coordinator.core.steps.attempts import Attempts
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.memory import slice_bytes
-from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.sharding.plan import num_slices
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Decision, Hyper, Member, ModelProgress, OptimizerSpec, Outcome
-from axon_ps.wire import codec
 from axon_ps.wire.events import JobState, ModelPosition, ModelStatus
 
 MAX_MODELS = 256
@@ -54,7 +53,9 @@ class Model:
 
     Attributes:
         name: its name; empty until registered.
-        registration: its layout, optimizer and parameters.
+        registration: its layout and optimizer.
+        holders: the servers that hold its slices.
+        first_values: the workers that may give it its first values.
         attempts: the votes and reports in its step.
         step: the current step attempt.
         version: committed steps.
@@ -71,9 +72,9 @@ class Model:
     def __init__(self, number: int, durable: DurableModel, num_shards: int) -> None:
         self.number = number
         self.name = durable.name
-        self.registration = Registration(
-            durable.spec, durable.optimizer, durable.parameters, num_shards, number=number, name=durable.name
-        )
+        self.registration = Registration(durable.spec, durable.optimizer, number=number, name=durable.name)
+        self.holders = SliceHolders(self.registration, durable.parameters, num_shards)
+        self.first_values = FirstValues(self.registration, self.holders)
         self.attempts = Attempts()
         self.step = durable.step
         self.version = durable.version
@@ -101,25 +102,37 @@ class Model:
     @property
     def position(self) -> ModelPosition:
         """The newest known epoch, step, version and placement."""
-        r = self.registration
         return ModelPosition(
             model=self.number,
-            epoch=r.parameters.epoch,
-            initialized=r.parameters.initialized,
-            optimized=r.optimizer is not None,
+            epoch=self.holders.parameters.epoch,
+            initialized=self.holders.parameters.initialized,
+            optimized=self.registration.optimizer is not None,
             step=self.step,
             version=self.version,
-            placement=r.placement_number,
+            placement=self.holders.placement_number,
         )
 
     def state(self, shards: list[Member], *, full: bool = False) -> JobState:
         """Return its state for members, with layout and optimizer only when `full`."""
-        return replace(self.registration.state(shards, self.version, full=full), committed=self.committed)
+        r, p = self.registration, self.holders.parameters
+        return JobState(
+            spec=r.spec if full else None,
+            optimizer=r.optimizer if full else None,
+            initialized=p.initialized and not self.holders.lost_with_parameters(shards),
+            version=self.version,
+            epoch=p.epoch,
+            model=self.number,
+            name=self.name,
+            copied=p.copied,
+            placement=p.placement,
+            out_of_memory=self.holders.out_of_memory_reason,
+            committed=self.committed,
+        )
 
     @property
     def run_began(self) -> int:
         """The version that the present run of the workers began with, or that was restored in it."""
-        return self.registration.parameters.run_began
+        return self.holders.parameters.run_began
 
     def updated(self, decision: Decision) -> list[Record]:
         """Apply the hyperparameters and the change of optimizer of a committed step; return the records to write."""
@@ -166,7 +179,7 @@ class Model:
             steps_per_s: its rate.
             awaited: ranks of servers that may be dead, since they have not come back yet; their copies do not count.
         """
-        spec, placement = self.registration.spec, self.registration.parameters.placement
+        spec, placement = self.registration.spec, self.holders.parameters.placement
         state = self.state(shards)
         return ModelStatus(
             model=self.number,
@@ -226,10 +239,35 @@ class Models:
         wanted = f"model {name!r}" if name else "a model"
         raise InvalidRequest(f"the job does not have {wanted} (yet); it has {names or 'none'}")
 
+    def step_of(self, name: str) -> tuple[int, int]:
+        """Return the number of a registered model, and its present step; errors are those of `described`."""
+        model = self.described(name)
+        return model.number, model.step
+
     @property
     def registered(self) -> list[Model]:
         """The models that have a layout, by number."""
         return [m for m in self if m.registered]
+
+    @property
+    def specs(self) -> dict[str, JobSpec]:
+        """The registered layouts with their dtypes and policies, by name."""
+        return {m.name: m.registration.spec for m in self if m.registration.spec is not None}
+
+    @property
+    def position(self) -> tuple[tuple[int, int, int], ...]:
+        """The (number, epoch, version) of every model's parameters."""
+        return tuple((m.number, m.holders.parameters.epoch, m.version) for m in self)
+
+    @property
+    def values_replaced(self) -> bool:
+        """True if a model's values ever came from another source than a worker's first values and steps from these."""
+        return any(model.holders.parameters.replaced for model in self.registered)
+
+    def is_asynchronous(self, number: int) -> bool:
+        """Return True if replicas of a model step asynchronously."""
+        model = self.get(number)
+        return model is not None and model.attempts.asynchronous
 
     @property
     def first(self) -> Model | None:
@@ -254,23 +292,19 @@ class Models:
 
     def rank_held_by(self, incarnation: str) -> int | None:
         """Return the rank whose slices this incarnation of a shard server holds."""
-        ranks = (m.registration.rank_held_by(incarnation) for m in self)
+        ranks = (m.holders.rank_held_by(incarnation) for m in self)
         return next((rank for rank in ranks if rank is not None), None)
 
     def still_held_by(self, incarnation: str) -> bool:
         """Return True if a lost shard server holds slices at a model's present version."""
-        return any(m.registration.still_held_by(incarnation, m.version) for m in self)
+        return any(m.holders.still_held_by(incarnation, m.version) for m in self)
 
     def message_prefix(self, model: Model) -> str:
         """Return the beginning of a message about a model: its name; empty if the job has only one."""
         return f"model {model.name!r}: " if len(self._models) > 1 else ""
 
     def find_or_create(self, name: str) -> Model:
-        """Return the model of a name; if there is none, a new one, still to be added by `add`.
-
-        Raises:
-            Busy: the job has the most models that it can have.
-        """
+        """Return the model of a name; if there is none, a new one, still to be added by `add`."""
         if (known := self.named(name)) is not None:
             return known
         first = self._models.get(0)
@@ -284,29 +318,13 @@ class Models:
         return Model(self._next, DurableModel(name=name), self._num_shards)
 
     def check_stored(self, model: Model, more_bytes: int, name: str) -> None:
-        """Check that `more_bytes` of a model may be stored.
-
-        Raises:
-            Busy: the job's models would take too much.
-        """
+        """Check that `more_bytes` of a model may be stored."""
         others = sum(m.stored_bytes for m in self if m is not model)
         if (total := others + model.stored_bytes + more_bytes) > MAX_SPEC_BYTES:
             raise Busy(
                 f"with model {name!r} the job's layouts and optimizers would take {total} bytes; at most "
                 f"{MAX_SPEC_BYTES} are stored: release models that are not needed"
             )
-
-    def preparation(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> Callable[[], None]:
-        """Return the long part of a registration, for any thread: its results are cached with the spec."""
-        cuts = self._num_shards
-
-        def prepare() -> None:
-            if servers and num_slices(spec.layout, cuts, spec.options) <= MAX_SLICES:  # else it is refused
-                new_placement(spec.plan(cuts), servers, replication)
-                slice_bytes(spec, 0, cuts)
-                codec.job_spec_to_proto(spec)
-
-        return prepare
 
     def check_slices(self, model: Model, name: str, spec: JobSpec, servers: int, copies: int) -> None:
         """Check that the job's shard servers can also have the slices of a model.
@@ -317,12 +335,9 @@ class Models:
             spec: the spec.
             servers: the number of shard servers.
             copies: the number of servers that hold each slice.
-
-        Raises:
-            Busy: there would be too many slices.
         """
         mine = num_slices(spec.layout, self._num_shards, spec.options)
-        others = sum(len(m.registration.placement.holders) for m in self.registered if m is not model)
+        others = sum(len(m.holders.placement.holders) for m in self.registered if m is not model)
         most = min(MAX_SLICES, MAX_SERVER_SLICES * servers // copies)
         if mine + others > most:
             beside = f", beside {others} of other models" if others else ""

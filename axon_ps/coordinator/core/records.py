@@ -114,11 +114,7 @@ class Durable:
 
 
 def check(durable: Durable, job: str, num_shards: int) -> None:
-    """Check that a stored state is of a job with this name and number of shard servers.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
+    """Check that a stored state is of a job with this name and number of shard servers."""
     if durable.job != job:
         raise ConfigurationError(f"the state store holds job {durable.job!r}, not {job!r}; give each job its own")
     if any(model.spec is not None for model in durable.models.values()) and durable.num_shards != num_shards:

@@ -1,7 +1,7 @@
 """Registering and releasing models: checks before anything changes, then the changes. Pure.
 
 The worker of lowest rank registers a model first, since its layout and its values count: see Note: [Whose values are
-first] of `registration`. The calls of the others are held until it has registered, is not a member any more, or was
+first] of `first_values`. The calls of the others are held until it has registered, is not a member any more, or was
 refused.
 
 Note: [Nothing is durable before it can be held]
@@ -14,22 +14,29 @@ Note: [Nothing is durable before it can be held]
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.access.callers import Caller, Callers
+from axon_ps.coordinator.core.actions import Action, Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
+from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.members import Members
-from axon_ps.coordinator.core.models import MAX_MODELS, Model, Models
+from axon_ps.coordinator.core.models import MAX_MODELS, MAX_SLICES, Model, Models
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.coordinator.core.waiting import Waiting
-from axon_ps.errors import AxonError, InvalidRequest, MemberLost, Timeout
+from axon_ps.errors import AxonError, Busy, InvalidRequest, MemberLost, Timeout
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.placement import Placement
+from axon_ps.sharding.memory import slice_bytes
+from axon_ps.sharding.placement import Placement, new_placement
+from axon_ps.sharding.plan import num_slices
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import OptimizerSpec, Role
-from axon_ps.wire.events import JobState, Registered
+from axon_ps.wire import codec
+from axon_ps.wire.events import FIRST_NAME, JobState, Registered
 
 MAX_WAITERS = 1 << 14
 """Most calls that may wait for other workers' registrations."""
@@ -39,41 +46,95 @@ class Registrations:
     """Registers and releases the models of the job.
 
     Args:
+        config: of the job.
+        callers: finds the members among callers.
         assembly: the members.
         models: the models.
         members: joins, leaves and losses.
+        snapshots: the checkpoint being written.
         restores: which servers hold which parameters.
         out: gets the records to write and the events to send.
-        replication: the number of shard servers that hold each slice.
     """
 
     def __init__(
-        self, assembly: Assembly, models: Models, members: Members, restores: Restores, out: Outbox, replication: int
+        self,
+        config: CoordinatorConfig,
+        callers: Callers,
+        assembly: Assembly,
+        models: Models,
+        members: Members,
+        snapshots: Snapshots,
+        restores: Restores,
+        out: Outbox,
     ) -> None:
+        self._config = config
+        self._callers = callers
         self._assembly = assembly
         self._models = models
         self._members = members
+        self._snapshots = snapshots
         self._restores = restores
         self._out = out
-        self._replication = replication
         self._waiting = Waiting("registrations", MAX_WAITERS)
         self._calls: dict[int, tuple[str, str]] = {}  # waiting calls: incarnation and name of the model
         self._refused: dict[str, set[str]] = {}  # by incarnation, the models whose registration was refused
         members.on_change.append(lambda _now: self.settle())
 
+    def wants_resume(self, caller: Caller, name: str) -> bool:
+        """Return True if a layout that the caller registers now must come with the manifest of `config.resume`."""
+        known = self._models.named(name)
+        gives_layout = (known is None or not known.registered) and not self._first(caller.incarnation, name)
+        return bool(self._config.resume) and gives_layout
+
+    def preparation(self, spec: JobSpec) -> Callable[[], None]:
+        """Return the long part of a registration, for any thread, before `register`: its results are cached."""
+        cuts, servers, copies = self._config.num_shards, self._assembly.servers(), self._config.copies
+
+        def prepare() -> None:
+            if servers and num_slices(spec.layout, cuts, spec.options) <= MAX_SLICES:  # else it is refused
+                new_placement(spec.plan(cuts), servers, copies)
+                slice_bytes(spec, 0, cuts)
+                codec.job_spec_to_proto(spec)
+
+        return prepare
+
     def register(
         self,
         call: int,
-        entry: RosterEntry,
+        caller: Caller,
         spec: JobSpec | None,
         optimizer: OptimizerSpec | None,
-        resume: Resume | None,
-        now: float,
-        name: str,
+        resume: Resume | None = None,
         *,
+        now: float,
+        name: str = FIRST_NAME,
         later: bool = False,
-    ) -> None:
-        """Register a worker's layout or optimizer, or compare it; see `CoordinatorState.register`."""
+    ) -> list[Action]:
+        """Give a model the layout or optimizer of a worker, or compare the worker's with the job's.
+
+        Args:
+            call: gets a `Registered`; or the error with which it is refused; or None if another worker's layout comes
+                first: then call `wait` before registering again.
+            caller: the worker.
+            spec: layout, dtypes and policy.
+            optimizer: the optimizer.
+            resume: the checkpoint to begin with instead of uploaded values; used by the first spec only.
+            now: the time.
+            name: of the model; a new name adds a model to the job.
+            later: whether the optimizer is to replace the model's with a later step; now it is only checked.
+
+        It is refused with:
+            LayoutMismatch: it differs from the job's.
+            InvalidRequest: it is invalid, or a shard server does not know the optimizer or a compressor.
+            Misuse: an optimizer comes before any layout.
+            Busy: the job can have no more models, or the shard servers have no memory for it; the message has the bytes
+                that each needs and has. Nothing is durable then.
+            MemberLost: a shard server that is to hold some of it is absent.
+
+        Raises:
+            GenerationChanged: the caller is not a member.
+        """
+        entry = self._callers.member(caller, Role.WORKER, "registers")
         incarnation = entry.member.incarnation
         self._refused.get(incarnation, set()).discard(name)
         answer: Registered | AxonError | None = None
@@ -88,21 +149,38 @@ class Registrations:
                 refused.add(name)
         self._out.reply(call, answer)
         self.settle()
+        return self._out.take()
 
-    def gives_layout(self, incarnation: str, name: str) -> bool:
-        """Return True if a worker's registration would give a model its layout."""
-        known = self._models.named(name)
-        return (known is None or not known.registered) and not self._first(incarnation, name)
-
-    def wait(self, call: int, entry: RosterEntry, name: str, now: float, timeout_s: float) -> None:
-        """Answer a call when no other worker's registration comes before that of its caller.
+    def wait(self, call: int, caller: Caller, name: str, now: float, timeout_s: float) -> list[Action]:
+        """Answer `call` with None when its worker is to register a model's layout again.
 
         Raises:
+            GenerationChanged: the caller is not a member.
             Busy: too many calls wait.
         """
+        entry = self._callers.member(caller, Role.WORKER, "registers")
         self._waiting.add(call, entry.member.incarnation, now, timeout_s)
         self._calls[call] = entry.member.incarnation, name
         self.settle()
+        return self._out.take()
+
+    def release(self, call: int, caller: Caller, number: int, name: str) -> list[Action]:
+        """Release a model; `call` gets True if it was registered.
+
+        Raises:
+            InvalidRequest: it has another name.
+            Busy: a checkpoint is being written, and the model is to be in it.
+        """
+        self._callers.check_takes_away(caller)
+        model = self._models.get(number)
+        if is_there := model is not None and model.registered:
+            assert model is not None
+            if model.name != name:
+                raise InvalidRequest(f"model {number} is {model.name!r}, not {name!r}; nothing is released")
+            self._snapshots.check_free()
+            self._release(model)
+        self._out.reply(call, is_there)
+        return self._out.take()
 
     def settle(self) -> None:
         """Answer the calls that need not wait any more."""
@@ -142,7 +220,7 @@ class Registrations:
         """Return the worker that must register a model before another one; empty = none."""
         there = self._candidates(name)
         if (model := self._models.named(name)) is not None:
-            return model.registration.comes_before(incarnation, there)
+            return model.first_values.comes_before(incarnation, there)
         return there[0] if there and there[0] != incarnation else ""
 
     def _candidates(self, name: str) -> list[str]:
@@ -174,6 +252,8 @@ class Registrations:
         r = model.registration
         if spec is None and optimizer is None:
             raise InvalidRequest(f"worker {rank} registers neither a layout nor an optimizer")
+        if spec is not None and model.holders.out_of_memory:
+            raise Busy(model.holders.out_of_memory_reason)
         new_spec = spec if spec is not None and r.check_spec(spec, rank) else None
         new_optimizer = None
         if optimizer is not None:
@@ -202,20 +282,15 @@ class Registrations:
             model=model.number,
         )
 
-    def release(self, number: int) -> bool:
-        """Release a model; False if there is none."""
-        model = self._models.get(number)
-        if model is None or not model.registered:
-            return False
+    def _release(self, model: Model) -> None:
         self._models.remove(model)
         for refused in self._refused.values():
             refused.discard(model.name)
         self._restores.released(model)
-        event = JobState(model=number, name=model.name, released=True)
+        event = JobState(model=model.number, name=model.name, released=True)
         self._out.push(self._assembly.roster.sessions(), event)
         self._assembly.counters["models_released"] += 1
         self._restores.try_again()
-        return True
 
     def _check_change(self, model: Model, optimizer: OptimizerSpec | None) -> None:
         """Check that an optimizer can replace a model's."""
@@ -224,28 +299,29 @@ class Registrations:
             raise InvalidRequest(f"model {model.name!r} is to get another optimizer, and none was given")
         for server in self._assembly.roster.of_role(Role.SHARD):
             check_known(server.name, server.known, model.name, None, optimizer)
-        self._check_capacity(model, model.name, r.placement, None, optimizer)
+        self._check_capacity(model, model.name, model.holders.placement, None, optimizer)
         more_bytes = len(records.optimizer_record(model.number, optimizer).value or b"")
         self._models.check_stored(model, more_bytes, model.name)
 
     def _set(self, model: Model, name: str, spec: JobSpec | None, optimizer: OptimizerSpec | None, rank: int) -> None:
         """Set the layout or the optimizer of a model. See Note: [Nothing is durable before it can be held]."""
-        a, r = self._assembly, model.registration
+        a, r, holders = self._assembly, model.registration, model.holders
         for server in a.roster.of_role(Role.SHARD):
             check_known(server.name, server.known, name, spec, optimizer)
         optimizer = None if optimizer is None else model.with_restored(optimizer)
         if spec is not None:
             servers = a.servers()
-            copies = min(self._replication, len(servers))
+            copies = min(self._config.copies, len(servers))
             self._models.check_slices(model, name, spec, len(servers), copies)
-        placement = r.placement if spec is None else r.new_placement(spec, servers, self._replication)
+        placement = holders.placement if spec is None else holders.new_placement(spec, servers, self._config.copies)
         self._check_capacity(model, name, placement, spec, optimizer)
         stored: list[Record] = [] if spec is None else [records.spec_record(model.number, spec)]
         stored += [] if optimizer is None else [records.optimizer_record(model.number, optimizer)]
         stored_bytes = sum(len(record.value or b"") for record in stored)
         self._models.check_stored(model, stored_bytes, name)
         if spec is not None:
-            r.set_spec(spec, placement, rank)
+            r.set_spec(spec, rank)
+            holders.set_placement(placement)
             self._models.add(model, name)
             a.stepping.begin_model(model)
             self._out.persist(a.records())
@@ -262,7 +338,6 @@ class Registrations:
         capacity.check({model.number: (model, placement)}, what, spec, optimizer)
 
     def _claim_upload(self, model: Model, entry: RosterEntry) -> bool:
-        r = model.registration
         if not model.state(self._assembly.shards()).initialized:
-            r.waiting.add(entry.member.incarnation)
-        return r.claim_upload(entry.member.incarnation, self._candidates(model.name))
+            model.first_values.waiting.add(entry.member.incarnation)
+        return model.first_values.claim_upload(entry.member.incarnation, self._candidates(model.name))

@@ -116,6 +116,25 @@ class Roster:
         """Return the entry that a session belongs to."""
         return self._by_session.get(session)
 
+    def by_session(self) -> dict[int, Member]:
+        """Return the members that have a session, by session."""
+        return {entry.session: entry.member for entry in self if entry.session is not None}
+
+    def rank_of(self, session: int) -> int:
+        """Return the rank of the member that a session belongs to; -1 = of none."""
+        entry = self.of_session(session)
+        return -1 if entry is None else entry.member.rank
+
+    def is_worker(self, session: int) -> bool:
+        """Return True if a session belongs to a worker, or to no member any more."""
+        entry = self.of_session(session)
+        return entry is None or entry.member.role is Role.WORKER
+
+    def rank_held_by(self, incarnation: str) -> int | None:
+        """Return the rank that a process has; None = it is not a member."""
+        entry = self.get(incarnation)
+        return None if entry is None else entry.member.rank
+
     def of_role(self, role: Role) -> list[RosterEntry]:
         """Return the entries of a role, sorted by rank."""
         return [entry for _, entry in sorted(self._by_rank[role].items())]

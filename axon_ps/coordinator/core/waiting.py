@@ -91,11 +91,7 @@ class Waiting:
         return len(self._calls)
 
     def add(self, call: int, caller: str, now: float, timeout_s: float) -> None:
-        """Add a waiting call.
-
-        Raises:
-            Busy: too many calls wait, of this caller or of all.
-        """
+        """Add a waiting call."""
         if self._of_caller[caller] >= MAX_PER_CALLER:
             raise Busy(
                 f"{MAX_PER_CALLER} calls of this process wait for {self._what} already, which is the most of one; "

@@ -92,7 +92,7 @@ class AutomaticCheckpoints:
             return
         if not self._began:
             await self._begin()
-        if why := self._shell.state.lost_parameters:
+        if why := self._shell.state.assembly.lost_parameters:
             with self._log.doing(f"restoring: {why}"):
                 await self._restore(why)
         elif self._models != self._epochs:
@@ -104,11 +104,11 @@ class AutomaticCheckpoints:
     @property
     def _epochs(self) -> list[tuple[int, int]]:
         """The models, and the number of restores of each."""
-        return [(number, epoch) for number, epoch, _ in self._shell.state.position]
+        return [(number, epoch) for number, epoch, _ in self._shell.state.models.position]
 
     @property
     def _version(self) -> int:
-        return sum(version for _, _, version in self._shell.state.position)
+        return sum(version for _, _, version in self._shell.state.models.position)
 
     async def _begin(self) -> None:
         """Find the newest checkpoint, and remove the files that killed processes have left."""
@@ -151,9 +151,9 @@ class AutomaticCheckpoints:
         for found in reversed(candidates):
             _logger.warning("%s: restoring %s, version %d", why, found.uri, found.version)
             try:
-                fitting = await asyncio.to_thread(manifests.find, found.uri, self._shell.state.specs)
+                fitting = await asyncio.to_thread(manifests.find, found.uri, self._shell.state.models.specs)
                 await self._shell.call(
-                    lambda call, fitting=fitting: self._shell.state.restore(  # type: ignore[misc]
+                    lambda call, fitting=fitting: self._shell.state.restores.restore(  # type: ignore[misc]
                         call, fitting.resumes, self._shell.now()
                     )
                 )
@@ -165,7 +165,7 @@ class AutomaticCheckpoints:
         directory = self._policy.directory
         if not self._refused and await self._may_begin_again():
             _logger.warning("%s, and no checkpoint was written to %s yet: the job begins again", why, directory)
-            self._shell.perform(self._shell.state.begin_again(self._shell.now()))
+            self._shell.perform(self._shell.state.restores.begin_again(self._shell.now()))
             return
         anew = self._shell.state.config.begin_anew
         raise CheckpointNotFound(
@@ -181,8 +181,8 @@ class AutomaticCheckpoints:
         state = self._shell.state
         return (
             self._policy.writes
-            and state.lost_everything
-            and not state.values_replaced
+            and state.assembly.lost_everything
+            and not state.models.values_replaced
             and not await self._recall(_WRITTEN)
         )
 

@@ -37,7 +37,7 @@ class Registering:
         """Register a layout or an optimizer; a layout is delayed while another worker's must come first.
 
         Args:
-            caller, spec, optimizer, name, later: as of `CoordinatorState.register`.
+            caller, spec, optimizer, name, later: as of `Registrations.register`.
             timeout_s: how long to wait for the other worker, in seconds.
 
         Raises:
@@ -47,10 +47,10 @@ class Registering:
         state, now = self._shell.state, self._shell.now
         limit_s = now() + timeout_s
         if spec is not None:
-            await asyncio.to_thread(state.preparation(spec))
+            await asyncio.to_thread(state.registrations.preparation(spec))
 
         def wait(call: int) -> list[Action]:
-            return state.await_registration(call, caller, name, now(), max(0.0, limit_s - now()))
+            return state.registrations.wait(call, caller, name, now(), max(0.0, limit_s - now()))
 
         while (reply := await self._register(caller, spec, optimizer, name, later=later)) is None:
             await self._shell.call(wait)
@@ -61,11 +61,11 @@ class Registering:
     ) -> Registered | None:
         state, resume = self._shell.state, None
         async with self._one:  # reading the manifest takes a while
-            if spec is not None and state.wants_resume(caller, name):
-                specs = {**state.specs, name: spec}
+            if spec is not None and state.registrations.wants_resume(caller, name):
+                specs = {**state.models.specs, name: spec}
                 resume = await asyncio.to_thread(manifests.begin, state.config.resume, specs, name)
             reply: Registered | None = await self._shell.call(
-                lambda call: state.register(
+                lambda call: state.registrations.register(
                     call, caller, spec, optimizer, resume, now=self._shell.now(), name=name, later=later
                 )
             )

@@ -139,7 +139,7 @@ class CoordinatorServicer:
     def job_and_name(self, incarnation: str) -> tuple[str, str]:
         """Return the job, and the caller's name in the audit log."""
         state = self._shell.state
-        known = {m.incarnation: m for m in state.members_by_session().values()}.get(incarnation)
+        known = {m.incarnation: m for m in state.roster.by_session().values()}.get(incarnation)
         stranger = f"no member: {incarnation[:32]!r}" if incarnation else "an operator"
         return state.config.job, stranger if known is None else name_of(known)
 
@@ -156,7 +156,7 @@ class CoordinatorServicer:
         except PermissionDenied as error:
             refused(self, "join", auth.calling(), context.peer(), error)
             raise
-        if why := self._shell.state.behind(role, request):
+        if why := self._shell.state.comeback.behind(role, request):
             await _learn(self._shell, context, role, why)
         session = self._shell.open_session(differences=first.join.differences, send_soon=context.send_soon)
         reader: asyncio.Task[None] | None = None
@@ -234,8 +234,8 @@ class CoordinatorServicer:
         elif message.HasField("ready"):
             state, ready, number = self._shell.state, message.ready, session.number
             with _refusing([session]):
-                asynchronous = state.is_asynchronous(ready.model)
-                self._shell.spans.ready(state.rank_of(number), ready, asynchronous=asynchronous)
+                asynchronous = state.models.is_asynchronous(ready.model)
+                self._shell.spans.ready(state.roster.rank_of(number), ready, asynchronous=asynchronous)
                 self._shell.perform(state.ready(number, ready_from_proto(ready), self._shell.now()))
         else:
             with _refusing([session]):
@@ -247,7 +247,7 @@ class CoordinatorServicer:
         if message is None:
             return
         state, numbers = self._shell.state, [session.number for session in sessions]
-        if len(sessions) > 1 and not all(map(state.is_worker, numbers)):  # so that an error ends only one session
+        if len(sessions) > 1 and not all(map(state.roster.is_worker, numbers)):  # an error ends only one session
             for session in sessions:
                 self._vote, self._voters = message, [session]
                 self._pass_votes_on()
@@ -255,7 +255,7 @@ class CoordinatorServicer:
         with _refusing(sessions):
             if self._shell.tracer.active:
                 for number in numbers:
-                    self._shell.spans.voted(state.rank_of(number), message.vote)
+                    self._shell.spans.voted(state.roster.rank_of(number), message.vote)
             self._shell.perform(state.vote(numbers, vote_from_proto(message.vote), self._shell.now()))
 
     def _dispatch(self, session: int, message: session_pb2.SessionRequest) -> list[Action]:
@@ -300,7 +300,7 @@ class CoordinatorServicer:
         """
         caller, credentials = _caller(context), auth.calling()
         if caller.incarnation and credentials.rank is not None:
-            rank = self._shell.state.rank_held_by(caller.incarnation)
+            rank = self._shell.state.roster.rank_held_by(caller.incarnation)
             if rank not in (None, credentials.rank):
                 raise PermissionDenied(f"{credentials.text} may not call as the member of rank {rank}")
         if (end := self._ends.get(caller.incarnation)) is not None:
@@ -366,13 +366,13 @@ class CoordinatorServicer:
     @audited
     async def release(self, request: coordinator_pb2.ReleaseRequest, context: Any) -> coordinator_pb2.ReleaseReply:
         """Release a model."""
-        caller, state = self._caller(request.context), self._shell.state
+        caller, registrations = self._caller(request.context), self._shell.state.registrations
         if not (request.HasField("model") and request.name):
             raise InvalidRequest(
                 f"a release names its model by number and name; this is {request.name!r}, number "
                 f"{request.model if request.HasField('model') else 'not given'}"
             )
-        released = await self._shell.call(lambda call: state.release(call, caller, request.model, request.name))
+        released = await self._shell.call(lambda call: registrations.release(call, caller, request.model, request.name))
         return coordinator_pb2.ReleaseReply(released=released)
 
     @audited
@@ -389,14 +389,14 @@ class CoordinatorServicer:
     async def save(
         self, uri: str, extra_json: str, states: Sequence[SnapshotFile] = (), *, background: bool = False
     ) -> CheckpointReply:
-        """Write a checkpoint, with a JSON object and files that are there already; see `CoordinatorState.save`."""
+        """Write a checkpoint, with a JSON object and files that are there already; see `Snapshots.save`."""
         state, extra = self._shell.state, manifests.check_extra(extra_json)
 
         async def save() -> CheckpointReply:
             log, began_s = self._shell.checkpoints, self._shell.now()
             try:
-                attached = state.attached()
-                snapshot = await self._shell.call(lambda call: state.save(call, uri, background=background))
+                attached = state.restores.attached()
+                snapshot = await self._shell.call(lambda call: state.snapshots.save(call, uri, background=background))
                 with log.doing(f"writing {uri}"):
                     info = await asyncio.to_thread(
                         manifests.complete, state.config.job, snapshot, extra, attached, states
@@ -408,7 +408,7 @@ class CoordinatorServicer:
             log.written(info, self._shell.now() - began_s)
             return info
 
-        return await self._saves.run((uri, extra_json, tuple(states), state.position), save)
+        return await self._saves.run((uri, extra_json, tuple(states), state.models.position), save)
 
     @audited
     async def restore_checkpoint(
@@ -428,13 +428,13 @@ class CoordinatorServicer:
                 raise InvalidRequest(f"one model is replaced at a time, by its name; {len(request.models)} are named")
             name = request.models[0]
             return checkpoint_to_proto(
-                await self._shell.call(lambda call: state.replace(call, self._shell.now(), name))
+                await self._shell.call(lambda call: state.restores.replace(call, self._shell.now(), name))
             )
         with self._shell.checkpoints.doing(f"checking {uri}"):
             found = await asyncio.to_thread(
-                manifests.find_complete, uri, state.specs, tuple(request.models), read=state.has_values
+                manifests.find_complete, uri, state.models.specs, tuple(request.models), read=state.assembly.has_values
             )
-        await self._shell.call(lambda call: state.restore(call, found.resumes, self._shell.now()))
+        await self._shell.call(lambda call: state.restores.restore(call, found.resumes, self._shell.now()))
         return checkpoint_to_proto(found.info)
 
     @audited
@@ -443,7 +443,7 @@ class CoordinatorServicer:
         if not request.HasField("rank"):
             raise InvalidRequest("a drain names its shard server by rank; none is given")
         caller = self._caller(request.context)
-        by_itself = self._shell.state.rank_held_by(caller.incarnation) == request.rank
+        by_itself = self._shell.state.roster.rank_held_by(caller.incarnation) == request.rank
         if Principal.OPERATOR not in auth.calling().roles and not by_itself:
             raise PermissionDenied(f"{auth.calling().text} may drain only itself, not shard server {request.rank}")
         return placement_pb2.DrainReply(slices=await self.drain_server(caller, request.rank))
@@ -464,7 +464,7 @@ class CoordinatorServicer:
         """Revoke credentials."""
         caller, state = self._caller(request.context), self._shell.state
         done: RevokeReply = await self._shell.call(
-            lambda call: state.revoke(call, caller, request.target, request.reason, self._shell.now())
+            lambda call: state.revocations.revoke(call, caller, request.target, request.reason, self._shell.now())
         )
         self._revocations.set(state.revocations.reasons)
         return revocation_pb2.RevokeReply(names=done.names, members=done.members, has_secret=done.has_secret)
@@ -541,7 +541,7 @@ def _with_credentials(role: Role, request: JoinRequest, state: CoordinatorState)
         PermissionDenied: they do not allow it to join in this role or with this rank.
     """
     caller = auth.calling()
-    held = state.rank_held_by(request.incarnation)
+    held = state.roster.rank_held_by(request.incarnation)
     rank = caller.check_join(Principal(role.value), request.requested_rank if held is None else held)
     return dataclasses.replace(
         request,

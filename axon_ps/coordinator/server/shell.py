@@ -554,6 +554,6 @@ class Shell:
 
     def _log_stragglers(self) -> None:
         """Log once the workers for which others have waited for `LOG_STRAGGLERS_AFTER_S`."""
-        before_s, (self._longest_wait_s, text) = self._longest_wait_s, self.state.longest_wait(self.now())
+        before_s, (self._longest_wait_s, text) = self._longest_wait_s, self.state.stragglers.longest_wait(self.now())
         if before_s < LOG_STRAGGLERS_AFTER_S <= self._longest_wait_s:
             _logger.warning("%s", text)

@@ -71,7 +71,7 @@ class TraceCalls:
             self._lock.release()
 
     async def _perform(self, request: trace_pb2.TraceRequest, deadline_s: float) -> trace_pb2.TraceReply:
-        model, step = self._shell.state.step_of(request.model)
+        model, step = self._shell.state.models.step_of(request.model)
         first = request.first or step + 1
         if first <= step:
             raise InvalidRequest(f"step {first} has begun; the first one that can be traced is {step + 1}")
@@ -86,7 +86,7 @@ class TraceCalls:
         )
         reply = self._reply = trace_pb2.TraceReply(first=order.first, last=order.last)
         self._waited_for, self._bytes = {0: "coordinator"}, 0
-        for session, member in self._shell.state.members_by_session().items():
+        for session, member in self._shell.state.roster.by_session().items():
             self._waited_for[session] = f"{NOUN[member.role]} {member.rank}"
         self._answered.clear()
         self._shell.tracer.order(order, self._own)
@@ -96,7 +96,8 @@ class TraceCalls:
             pending = "; ".join(self._shell.status().pending)
             raise Timeout(
                 f"step {order.last} was not over after {request.timeout_s:g} s; the job is at step "
-                f"{self._shell.state.step_of(request.model)[1]}" + (f" and waits for {pending}" if pending else "")
+                f"{self._shell.state.models.step_of(request.model)[1]}"
+                + (f" and waits for {pending}" if pending else "")
             )
         reply.missing.extend(f"{name} did not answer" for name in self._waited_for.values())
         reply.reports.sort(key=lambda report: report.member != "coordinator")
@@ -106,7 +107,7 @@ class TraceCalls:
         """Wait until all members that still have a session have answered."""
         deadline_s = time.monotonic() + timeout_s
         while self._waited_for and (left_s := deadline_s - time.monotonic()) > 0:
-            sessions = {0, *self._shell.state.members_by_session()}
+            sessions = {0, *self._shell.state.roster.by_session()}
             for session in self._waited_for.keys() - sessions:
                 assert self._reply is not None
                 self._reply.missing.append(f"{self._waited_for.pop(session)} left, or lost its session")
@@ -132,7 +133,7 @@ class TraceCalls:
         if report.order != self._number or session not in self._waited_for or self._reply is None:
             return
         report.member = self._waited_for.pop(session)
-        member = self._shell.state.members_by_session().get(session)
+        member = self._shell.state.roster.by_session().get(session)
         report.node = "" if member is None else member.node
         report.offset_s = (time.time_ns() - report.sent_ns) / 1e9
         self._bytes += report.ByteSize()

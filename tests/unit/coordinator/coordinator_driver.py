@@ -233,7 +233,9 @@ class Driver:
             AxonError: it is refused.
         """
         answer = self.call(
-            lambda call: self.state.register(call, peer.caller, spec, optimizer, resume, now=self.clock(), name=name)
+            lambda call: self.state.registrations.register(
+                call, peer.caller, spec, optimizer, resume, now=self.clock(), name=name
+            )
         )
         if isinstance(answer, AxonError):
             raise answer
@@ -242,7 +244,7 @@ class Driver:
     def await_registration(self, peer: Peer, timeout_s: float = 1000.0, name: str = FIRST_NAME) -> int:
         """A call that waits until a worker is to register again; `replies` get its answer."""
         call = self._number + 1
-        self.call(lambda _: self.state.await_registration(call, peer.caller, name, self.clock(), timeout_s))
+        self.call(lambda _: self.state.registrations.wait(call, peer.caller, name, self.clock(), timeout_s))
         return call
 
     def call(self, event: Any) -> Any:

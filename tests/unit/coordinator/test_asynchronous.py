@@ -54,6 +54,7 @@ def test_a_replica_commits_without_the_others_and_all_get_the_decision() -> None
     step(d, a, servers, 0, replica=0)
     assert replica_clocks(a)[-1] == (0, 0, 1)
     assert d.state.status().version == 4
+    assert d.state.models.is_asynchronous(0)
 
 
 def test_a_message_on_another_clock_or_a_second_one_changes_nothing() -> None:

@@ -77,7 +77,7 @@ def trained() -> Driver:
 
 
 def restore(d: Driver, resume: Resume) -> int:
-    d.call(lambda call: d.state.restore(call, [resume], d.clock()))
+    d.call(lambda call: d.state.restores.restore(call, [resume], d.clock()))
     return next(m.epoch for m in d.state.status().models)
 
 
@@ -85,18 +85,18 @@ def test_a_restore_gives_back_what_the_checkpoint_has_with_the_epoch_it_begins()
     d = trained()
     attached = {OWN: Attachment.made(OWN, b"saved", "/c"), "state/1": Attachment.made("state/1", b"mine")}
     epoch = restore(d, Resume(uri="/c", version=0, attached=attached))
-    found = d.state.attached()
+    found = d.state.restores.attached()
     assert {key: a.content() for key, a in found.items()} == {OWN: b"saved", "state/1": b"mine"}
     assert (found[OWN].header.epoch, found[OWN].header.source) == (epoch, "/c")
     d.restart()
-    assert d.state.attached()[OWN].content() == b"saved", "it is durable"
+    assert d.state.restores.attached()[OWN].content() == b"saved", "it is durable"
 
 
 def test_of_a_checkpoint_that_has_none_nothing_is_given_back_and_that_is_said() -> None:
     d = trained()
     restore(d, Resume(uri="/c", version=0, attached={OWN: Attachment.made(OWN, b"saved", "/c")}))
     epoch = restore(d, Resume(uri="/old", version=0, attached={}))
-    assert d.state.attached() == {}
+    assert d.state.restores.attached() == {}
     header = Header.of(d.kv(None, "get", header_key(OWN)).value)
     assert (header.epoch, header.source, header.blocks) == (epoch, "/old", 0)
     assert block_keys(OWN, header) == []
@@ -108,10 +108,10 @@ def test_values_of_a_worker_leave_it_as_it_is_and_an_order_that_is_repeated_give
     epoch = restore(d, Resume(uri="/c", version=0, attached=attached))
     again = restore(d, Resume(uri="/c", version=0))
     assert again == epoch + 1
-    assert d.state.attached()[OWN].header.epoch == again
+    assert d.state.restores.attached()[OWN].header.epoch == again
     for uri in (UPLOADED, FIRST_VALUES):
         restore(d, Resume(uri=uri, version=0))
-        assert d.state.attached()[OWN].header.epoch == again
+        assert d.state.restores.attached()[OWN].header.epoch == again
 
 
 def test_a_restore_whose_attachments_do_not_fit_gives_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_a_restore_whose_attachments_do_not_fit_gives_up_nothing(monkeypatch: py
     with pytest.raises(Busy, match="do not fit into the key-value store"):
         restore(d, Resume(uri="/c", version=0, attached=attached))
     assert d.state.status().models == before.models
-    assert d.state.attached() == {}
+    assert d.state.restores.attached() == {}
 
 
 def test_a_header_that_somebody_has_damaged_stops_no_restore() -> None:
@@ -131,4 +131,4 @@ def test_a_header_that_somebody_has_damaged_stops_no_restore() -> None:
     d.kv(None, "put", header_key(OWN), b"no header")
     restore(d, Resume(uri="/c", version=0))
     epoch = restore(d, Resume(uri="/c", version=0, attached={OWN: Attachment.made(OWN, b"saved", "/c")}))
-    assert d.state.attached()[OWN].header.epoch == epoch
+    assert d.state.restores.attached()[OWN].header.epoch == epoch

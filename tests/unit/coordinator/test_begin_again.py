@@ -14,16 +14,16 @@ def reborn(d: Driver) -> tuple[Peer, Peer, Peer]:
 
 
 def begin_again(d: Driver) -> None:
-    d.perform(d.state.begin_again(d.clock()))
+    d.perform(d.state.restores.begin_again(d.clock()))
 
 
 def test_only_what_lost_everything_does() -> None:
     d = Driver()
-    assert not d.state.lost_everything
+    assert not d.state.assembly.lost_everything
     d.assembled()
-    assert not d.state.lost_everything
+    assert not d.state.assembly.lost_everything
     reborn(d)
-    assert d.state.lost_everything
+    assert d.state.assembly.lost_everything
 
 
 def test_a_worker_that_registers_uploads_and_the_job_is_at_version_0() -> None:
@@ -36,7 +36,7 @@ def test_a_worker_that_registers_uploads_and_the_job_is_at_version_0() -> None:
     assert (order.uri, order.version, order.epoch) == (FIRST_VALUES, 0, 1)
     assert not d.register(b).upload, "rank 0 waits, too"
     assert d.register(a).upload
-    assert not d.state.lost_everything
+    assert not d.state.assembly.lost_everything
     assert any("waits for first values" in text for text in d.state.status().pending)
     shard.initialized(version=0, epoch=1)
     status = d.state.status()
@@ -67,7 +67,7 @@ def test_it_may_happen_again() -> None:
     d.register(a)
     shard.initialized(version=0, epoch=1)
     shard, b, _ = reborn(d)
-    assert d.state.lost_everything
+    assert d.state.assembly.lost_everything
     begin_again(d)
     assert shard.last(RestoreOrder).epoch == 2
     assert d.register(b).upload

@@ -128,7 +128,7 @@ def test_other_models_count_and_go_on() -> None:
     with pytest.raises(Busy, match=r"needs? 12\.0 GiB beside the 12\.0 GiB of other models and can have 20\.0 GiB"):
         d.register(worker, spec_of(1 << 30), None, name="b")
     assert [m.name for m in d.state.status().models] == ["a"]
-    d.call(lambda call: d.state.release(call, worker.caller, 0, "a"))
+    d.call(lambda call: d.state.registrations.release(call, worker.caller, 0, "a"))
     assert d.register(worker, spec_of(1 << 30), None, name="b").first
 
 
@@ -180,7 +180,7 @@ def test_a_server_that_cannot_hold_a_model_is_a_reason_for_it_alone() -> None:
     with pytest.raises(Busy, match="4 GiB needed, 1 GiB there; release it"):
         d.register(worker, spec_of(1 << 40), name="huge")
     assert "is not held" in worker.last(JobState).out_of_memory
-    d.state.save(1, "memory://x")
+    d.state.snapshots.save(1, "memory://x")
     worker.vote()
     server.ready()
     assert d.state.status().version == 1
@@ -194,7 +194,7 @@ def test_a_restarted_coordinator_with_a_poisoned_state_says_so_and_lets_it_be_re
     worker.join()
     out_of_memory(d, server)
     assert any("is not held" in p for p in d.state.status().pending)
-    d.call(lambda call: d.state.release(call, OPERATOR, 0, "model 0"))
+    d.call(lambda call: d.state.registrations.release(call, OPERATOR, 0, "model 0"))
     assert d.state.status().pending == ()
     assert d.register(worker, SPEC).first
 
@@ -204,7 +204,7 @@ def test_released_memory_is_offered_to_a_model_that_was_not_held() -> None:
     d.register(worker, name="a")
     d.register(worker, spec_of(1 << 20), ADAMW, name="b")
     out_of_memory(d, server, 1)
-    d.call(lambda call: d.state.release(call, worker.caller, 0, "a"))
+    d.call(lambda call: d.state.registrations.release(call, worker.caller, 0, "a"))
     assert server.last(JobState).spec is not None
     assert not any("is not held" in p for p in d.state.status().pending)
 
@@ -217,7 +217,7 @@ def test_a_restore_without_memory_on_the_servers_is_refused() -> None:
     measures = {"available_bytes": 1.0 * GIB, "memory_bytes": 1.0 * GIB}
     d.perform(d.state.heartbeat(servers[0].session, measures, d.clock()))
     with pytest.raises(Busy, match="the restore of /c is refused, nothing has changed: shard server 0 would need"):
-        d.state.restore(1, [Resume(uri="/c", version=3)], d.clock())
+        d.state.restores.restore(1, [Resume(uri="/c", version=3)], d.clock())
     assert not servers[0].received(RestoreOrder)
 
 

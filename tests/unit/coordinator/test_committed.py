@@ -105,7 +105,7 @@ def test_a_restore_brings_back_that_of_the_checkpoint() -> None:
     workers, shards = d.assembled()
     step(workers, shards, {"used": "1"})
     resume = Resume(uri="/there", version=9, committed={"used": "9"})
-    d.call(lambda call: d.state.restore(call, [resume], d.clock()))
+    d.call(lambda call: d.state.restores.restore(call, [resume], d.clock()))
     event = workers[0].last(JobState)
     assert (event.epoch, event.version, event.committed) == (1, 9, {"used": "9"})
     assert stored(d) == {"used": "9"}
@@ -115,7 +115,7 @@ def test_values_that_a_worker_uploads_leave_it_as_it_is() -> None:
     d = Driver()
     workers, shards = d.assembled()
     step(workers, shards, {"used": "1"})
-    d.call(lambda call: d.state.restore(call, [Resume(uri=UPLOADED, version=1)], d.clock()))
+    d.call(lambda call: d.state.restores.restore(call, [Resume(uri=UPLOADED, version=1)], d.clock()))
     assert (workers[0].last(JobState).epoch, workers[0].last(JobState).committed) == (1, {"used": "1"})
 
 
@@ -130,7 +130,7 @@ def test_it_is_the_model_s_and_is_deleted_with_it() -> None:
         w.vote(model=1, commit={"used": "5"})
     assert "model/1/committed" in d.store.load()
     assert {e.model: e.committed for e in d.worker(rank=2).received(JobState)} == {0: {}, 1: {"used": "5"}}
-    d.call(lambda call: d.state.release(call, workers[0].caller, 1, "critic"))
+    d.call(lambda call: d.state.registrations.release(call, workers[0].caller, 1, "critic"))
     assert not [key for key in d.store.load() if key.startswith("model/1/")]
 
 

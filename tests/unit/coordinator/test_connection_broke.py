@@ -25,7 +25,7 @@ def step(workers: list[Peer], servers: list[Peer]) -> None:
 
 
 def placement(d: Driver) -> Placement:
-    found = d.state._models.first.registration.placement
+    found = d.state.models.first.holders.placement
     return found
 
 
@@ -45,7 +45,7 @@ def test_nothing_is_lost_if_the_other_holder_was_dead_already() -> None:
     servers[0].lose()
     servers[0].join()
     d.advance(d.config.lease_s + 1, beat=True)
-    assert not d.state.lost_parameters
+    assert not d.state.assembly.lost_parameters
     assert placement(d).servers == {0}
     third = d.shard()
     d.advance(d.config.lease_s, beat=True)
@@ -61,7 +61,7 @@ def test_also_if_the_other_one_is_missed_before_it_is_back() -> None:
     assert placement(d).servers == {1}
     servers[0].join()
     assert placement(d).servers == {0}
-    assert not d.state.lost_parameters
+    assert not d.state.assembly.lost_parameters
 
 
 def test_after_another_step_it_holds_nothing() -> None:

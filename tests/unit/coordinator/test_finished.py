@@ -73,7 +73,7 @@ def test_all_end_one_after_the_other(min_workers: int | None) -> None:
     assert m.waiting_for == "new workers, since all have finished"
     assert len(m.finished) == 3
     assert d.state.status().version == 1
-    assert d.call(lambda call: d.state.save(call, "/c")), "it can still be saved"
+    assert d.call(lambda call: d.state.snapshots.save(call, "/c")), "it can still be saved"
     d.advance(10_000.0, beat=True)
     assert servers[0].open
     first = d.worker()
@@ -160,7 +160,7 @@ def test_barriers_go_on_without_it() -> None:
         raise d.replies[names_it]  # type: ignore[index]
     assert others not in d.replies
     later = arrive(a, "later")
-    d.call(lambda call: d.state.restore(call, [Resume(uri="/c", version=0)], d.clock()))
+    d.call(lambda call: d.state.restores.restore(call, [Resume(uri="/c", version=0)], d.clock()))
     assert isinstance(d.replies[later], GenerationChanged)  # type: ignore[index]
 
 

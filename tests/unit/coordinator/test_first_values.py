@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.core.checkpoints.restores import Resume
+from axon_ps.coordinator.core.first_values import FirstValues
+from axon_ps.coordinator.core.placement.holders import SliceHolders
+from axon_ps.coordinator.core.records import ParameterState
+from axon_ps.coordinator.core.registration import Registration
 from axon_ps.errors import Busy, GenerationChanged, InvalidRequest, LayoutMismatch, Timeout
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout
@@ -31,7 +35,7 @@ def test_rank_0_uploads_in_every_order_of_registration(order: tuple[int, ...]) -
     d, shard, workers = joined()
     early = order[: order.index(0)]
     waiting = [d.await_registration(workers[rank]) for rank in early if d.register(workers[rank]) is None]
-    assert (len(waiting), d.state.specs) == (len(early), {})
+    assert (len(waiting), d.state.models.specs) == (len(early), {})
     assert d.register(workers[0]).upload
     assert [d.replies[call] for call in waiting] == [None] * len(waiting)
     for rank in order:
@@ -101,7 +105,7 @@ def test_in_a_job_that_begins_again_the_lowest_rank_counts_of_those_that_wait() 
     shard, trained, a, b = d.shard(), d.worker(), d.worker(), d.worker()
     assert not d.register(b).upload
     assert not d.register(a).upload
-    d.perform(d.state.begin_again(d.clock()))
+    d.perform(d.state.restores.begin_again(d.clock()))
     assert shard.last(RestoreOrder).uri == FIRST_VALUES
     assert not d.register(b).upload, "rank 1 waits, too; rank 0 has trained, and registers no more"
     assert d.register(a).upload
@@ -203,3 +207,35 @@ def test_too_many_that_wait_are_refused() -> None:
     with pytest.raises(Busy, match="of this process wait for registrations already"):
         for number in range(1000):
             d.await_registration(workers[1], name=f"model {number}")
+
+
+def model_of(uri: str = "") -> tuple[Registration, FirstValues]:
+    """A model without layout; with `uri`, its values are ordered anew."""
+    registration = Registration(None, None, number=0, name="m")
+    order = RestoreOrder(epoch=1, uri=uri, version=0, model=0) if uri else None
+    holders = SliceHolders(registration, ParameterState(epoch=bool(uri), restore=order), 1)
+    return registration, FirstValues(registration, holders)
+
+
+def test_the_lowest_rank_comes_before_the_others_until_one_uploads() -> None:
+    registration, first = model_of()
+    assert [first.comes_before(worker, [*"abc"]) for worker in "abc"] == ["", "a", "a"]
+    registration.set_spec(SPEC, 0)
+    assert [first.claim_upload(worker, [*"abc"]) for worker in "cab"] == [False, True, False]
+    assert first.comes_before("b", [*"abc"]) == ""
+    assert first.claim_upload("b", [*"bc"]), "the uploader is not a member any more"
+
+
+def test_when_a_job_begins_again_only_waiting_workers_count() -> None:
+    registration, first = model_of(FIRST_VALUES)
+    registration.set_spec(SPEC, 0)
+    assert not first.claim_upload("a", [*"abc"])
+    first.waiting |= {"b", "gone"}
+    assert [first.claim_upload(worker, [*"abc"]) for worker in "ab"] == [False, True]
+    assert first.waiting == {"b"}
+
+
+def test_values_of_a_checkpoint_need_no_worker() -> None:
+    registration, first = model_of("/checkpoint")
+    registration.set_spec(SPEC, 0)
+    assert (first.claim_upload("a", [*"ab"]), first.comes_before("b", [*"ab"])) == (False, "")

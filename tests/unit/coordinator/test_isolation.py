@@ -65,7 +65,7 @@ def test_members_that_leave_are_not_cut_off() -> None:
 
 def test_a_leader_that_never_had_members_suspects_nothing() -> None:
     stored = {}
-    for action in job().release(0, _operator(), 5, "model 0"):
+    for action in job().registrations.release(0, _operator(), 5, "model 0"):
         for record in getattr(action, "records", ()):
             stored[record.key] = record.value
     state = CoordinatorState(CoordinatorConfig(job="job", world_size=2, num_shards=1, lease_s=LEASE_S), 100.0, stored)

@@ -159,7 +159,7 @@ def test_slices_of_all_models_count_until_they_are_released(monkeypatch: pytest.
     first = driver.register(worker, spec_of(6), None, name="a")
     with pytest.raises(Busy, match="5 slices, beside 6 of other models"):
         driver.register(worker, spec_of(5), None, name="b")
-    driver.call(lambda call: driver.state.release(call, worker.caller, first.model, "a"))
+    driver.call(lambda call: driver.state.registrations.release(call, worker.caller, first.model, "a"))
     assert driver.register(worker, spec_of(5), None, name="b").first
 
 
@@ -168,7 +168,7 @@ def test_a_registration_that_was_prepared_is_the_same() -> None:
     for i in range(3):
         driver.shard(node=f"s{i}")
     worker, spec = driver.worker(), spec_of(FEW)
-    driver.state.preparation(spec)()
+    driver.state.registrations.preparation(spec)()
     driver.register(worker, spec, None, name="prepared")
     driver.register(worker, spec_of(FEW), None, name="not")
     assert worker.placements[0].holders == worker.placements[1].holders

@@ -12,9 +12,7 @@ from axon_ps.errors import (
     Busy,
     ConfigurationError,
     InvalidRequest,
-    MemberLost,
     PermissionDenied,
-    Timeout,
 )
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.state_store import MemoryStateStore
@@ -174,39 +172,6 @@ def test_leaving_closes_the_session_without_an_error() -> None:
     assert other.last(Decision).reason == "worker 0 (node a) left"
 
 
-def test_silence_is_death_after_the_lease() -> None:
-    d = Driver(lease_s=5.0)
-    (w, other), (shard,) = d.assembled()
-    d.advance(4.0)
-    other.beat(), shard.beat()
-    d.advance(1.0)
-    assert isinstance(w.error, MemberLost)
-    assert "worker 0 (node a) was silent for 5 s" in str(w.error)
-    assert [m.rank for m in other.membership.workers] == [1]
-    assert d.state.next_deadline() == pytest.approx(d.clock() + 4.0)
-
-
-def test_members_lost_together_make_one_generation() -> None:
-    d = Driver(world_size=3)
-    (_, _, last), (shard,) = d.assembled(workers=3)
-    generation = last.membership.generation
-    d.advance(4.0)
-    last.beat(), shard.beat()
-    d.advance(1.0)
-    assert last.membership.generation == generation + 1
-    assert "worker 0" in last.last(Decision).reason
-    assert "worker 1" in last.last(Decision).reason
-
-
-def test_a_pause_of_the_coordinator_itself_kills_nobody() -> None:
-    d = Driver()
-    d.assembled()
-    d.clock.advance(60.0)
-    d.state.paused(60.0)
-    d.perform(d.state.tick(d.clock()))
-    assert len(d.state.status().membership.workers) == 2
-
-
 def test_after_completeness_the_job_goes_on_with_min_workers() -> None:
     d = Driver(min_workers=1)
     first = d.worker()
@@ -218,23 +183,6 @@ def test_after_completeness_the_job_goes_on_with_min_workers() -> None:
     assert first.membership.complete
     first.lose()
     assert d.state.status().membership.waiting_for == "1 of 1 workers"
-
-
-def test_waiting_for_a_replacement_ends_with_a_clear_error_and_later_workers_may_join() -> None:
-    d = Driver(join_timeout_s=30.0)
-    (w, other), (shard,) = d.assembled()
-    other.lose()
-    d.advance(29.0, beat=True)
-    assert w.open
-    d.advance(1.0, beat=True)
-    assert isinstance(w.error, Timeout)
-    assert str(w.error) == "the job waited 30 s for 1 of 2 workers"
-    assert shard.open
-    d.advance(100.0, beat=True)
-    a, b = d.worker(), d.worker()
-    d.advance(20.0, beat=True)
-    assert a.open
-    assert b.membership.complete
 
 
 def test_after_a_restart_members_have_one_lease_to_come_back_without_a_new_generation() -> None:

@@ -59,6 +59,18 @@ def copy_from(workers: list[Peer], target: int = 2, source: int = 0, weight: flo
         w.vote(model=target, copy=CopyFrom(source=source, weight=weight))
 
 
+def test_models_know_their_layouts_steps_and_versions() -> None:
+    d, workers, servers = several()
+    step(workers, servers, 1)
+    models = d.state.models
+    assert models.specs == {"policy": SPEC, "critic": OTHER, "target": FROZEN}
+    assert models.position == ((0, 0, 0), (1, 0, 1), (2, 0, 0))
+    assert (models.step_of("critic"), models.step_of("target")) == ((1, 2), (2, 1))
+    assert [models.is_asynchronous(number) for number in (0, 9)] == [False, False]
+    with pytest.raises(InvalidRequest, match="say which one"):
+        models.step_of("")
+
+
 def test_a_name_gets_a_number_once_whoever_registers_it_first() -> None:
     d = Driver()
     _, a, b = d.shard(), d.worker(), d.worker()
@@ -298,7 +310,7 @@ def test_there_is_no_deadlock_before_a_change_or_with_threads_or_while_a_step_wa
 def test_a_checkpoint_is_of_all_models_each_at_its_version() -> None:
     d, workers, servers = several()
     step(workers, servers, 1)
-    call = d.call(lambda call: d.state.save(call, "/ckpt"))
+    call = d.call(lambda call: d.state.snapshots.save(call, "/ckpt"))
     order = servers[0].last(SnapshotOrder)
     assert (order.version, [(p.model, p.version) for p in order.models]) == (0, [(1, 1), (2, 0)])
     files = tuple(SnapshotFile(name=f"f{m}", sha256="0" * 64, bytes=1, model=m) for m in range(3))
@@ -313,7 +325,7 @@ def test_a_checkpoint_is_of_all_models_each_at_its_version() -> None:
 
 
 def restore(d: Driver, *resumes: Resume) -> Any:
-    return d.call(lambda call: d.state.restore(call, resumes, d.clock()))
+    return d.call(lambda call: d.state.restores.restore(call, resumes, d.clock()))
 
 
 def test_all_models_go_back_at_one_moment() -> None:
@@ -359,7 +371,7 @@ def test_when_one_model_cannot_be_loaded_the_job_waits_for_another_restore() -> 
 
 def release(d: Driver, number: int, name: str = "") -> Any:
     name = name or ("policy", "critic")[number]
-    return d.call(lambda call: d.state.release(call, OPERATOR, number, name))
+    return d.call(lambda call: d.state.registrations.release(call, OPERATOR, number, name))
 
 
 def test_a_released_model_is_gone_and_its_name_is_free() -> None:
@@ -388,7 +400,7 @@ def test_a_release_takes_the_model_of_that_number_only_if_it_has_that_name() -> 
 
 def test_the_first_model_can_be_released_and_a_checkpoint_under_way_keeps_all() -> None:
     d, workers, servers = several()
-    d.call(lambda call: d.state.save(call, "/ckpt"))
+    d.call(lambda call: d.state.snapshots.save(call, "/ckpt"))
     with pytest.raises(Busy, match="is being written"):
         release(d, 0)
     order = servers[0].last(SnapshotOrder)

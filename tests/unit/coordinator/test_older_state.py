@@ -66,7 +66,7 @@ def lived(d: Driver) -> tuple[list[Peer], list[Peer]]:
         for s in servers:
             s.initialized(model=model)
         step(workers, servers, model)
-    d.call(lambda call: d.state.release(call, workers[0].caller, 2, "third"))
+    d.call(lambda call: d.state.registrations.release(call, workers[0].caller, 2, "third"))
     servers[1].lose()
     step(workers, [servers[0], servers[2]], 0)
     servers[1] = d.shard(rank=1)
@@ -100,7 +100,7 @@ def behind(d: Driver, peer: Peer) -> str:
     )
     _, read = messages.join_from_proto(messages.join_to_proto(request, Role.WORKER).join)
     assert read == request
-    return d.state.behind(peer.role, request)
+    return d.state.comeback.behind(peer.role, request)
 
 
 def tell(d: Driver, peer: Peer) -> None:
@@ -145,7 +145,7 @@ def test_a_job_goes_on_from_what_its_servers_know_whatever_the_state_has_lost(in
     assert versions(d) == before
     assert d.state.membership.complete
     assert d.state.membership.generation >= generation
-    assert not d.state.lost_parameters
+    assert not d.state.assembly.lost_parameters
     for model in (0, 1):
         assert all(
             set(a.complete) >= set(b.complete) for a, b in zip(holders(servers[0], model), held[model], strict=True)

@@ -135,7 +135,7 @@ def test_an_optimizer_that_cannot_be_is_refused_and_nothing_is_kept(optimizer: O
     a = d.worker()
     with pytest.raises(InvalidRequest, match=message):
         d.register(a, SPEC, optimizer)
-    assert d.state.specs == {}
+    assert d.state.models.specs == {}
     assert d.state.flush() == []
 
 
@@ -256,7 +256,7 @@ def test_a_server_at_another_version_is_refused() -> None:
 
 
 def save(d: Driver, uri: str = "/ckpt") -> Any:
-    return d.call(lambda call: d.state.save(call, uri))
+    return d.call(lambda call: d.state.snapshots.save(call, uri))
 
 
 def report(peer: Peer, order: SnapshotOrder, **fields: Any) -> None:
@@ -355,7 +355,7 @@ def test_there_must_be_something_to_save_and_to_restore_into() -> None:
 
 
 def restore(d: Driver, uri: str = "/ckpt", version: int = 7) -> Any:
-    return d.call(lambda call: d.state.restore(call, [Resume(uri=uri, version=version)], d.clock()))
+    return d.call(lambda call: d.state.restores.restore(call, [Resume(uri=uri, version=version)], d.clock()))
 
 
 def test_a_restore_ends_the_step_and_makes_a_generation_at_the_version_restored() -> None:
@@ -475,11 +475,11 @@ def test_a_job_without_its_servers_says_how_to_begin_anew() -> None:
 def test_a_job_that_resumes_is_restored_by_its_first_registration() -> None:
     d = Driver(resume="/ckpt")
     shard, a, b = d.shard(), d.worker(), d.worker()
-    assert [d.state.wants_resume(w.caller, "model 0") for w in (a, b)] == [True, False]
+    assert [d.state.registrations.wants_resume(w.caller, "model 0") for w in (a, b)] == [True, False]
     reply = d.register(a, resume=Resume(uri="/ckpt/v9", version=9))
     assert (reply.first, reply.upload, reply.initialized, reply.version) == (True, False, False, 9)
     assert reply.generation == a.membership.generation
-    assert not d.state.wants_resume(a.caller, "model 0")
+    assert not d.state.registrations.wants_resume(a.caller, "model 0")
     assert shard.last(RestoreOrder) == RestoreOrder(epoch=1, uri="/ckpt/v9", version=9)
     assert shard.last(JobState).spec == SPEC
     assert not d.register(b).upload

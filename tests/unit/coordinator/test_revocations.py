@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import CloseSession, Happened, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.errors import Busy, InvalidRequest, PermissionDenied
@@ -38,7 +39,7 @@ class Job:
         return actions
 
     def revoke(self, target: str, reason: str = "") -> list[Any]:
-        return self.do(self.state.revocations.revoke(7, target, reason, 1.0))
+        return self.do(self.state.revocations.revoke(7, Caller(job="job"), target, reason, 1.0))
 
 
 def events(actions: list[Any], kind: type[Any]) -> list[tuple[int, Any]]:

@@ -187,7 +187,7 @@ def test_hyperparameters_may_need_moments_later_and_a_checkpoint_has_those_of_it
     workers, shards = d.assembled()
     for amsgrad, lr in ((0.0, 0.1), (1.0, 0.2), (0.0, 0.3)):
         assert step(workers, shards, hyper=({"amsgrad": amsgrad, "lr": lr},)).outcome is Outcome.COMMIT
-    model = next(iter(d.state._models))
+    model = next(iter(d.state.models))
     saved = model.optimizer
     assert saved is not None
     assert saved.groups == ({**FULL, "lr": 0.3},)
@@ -210,7 +210,7 @@ def test_another_optimizer_takes_the_place_with_a_step(keeps: bool) -> None:
     assert decision.hyper[0]["momentum"] == 0.9
     later = step(workers, shards, hyper=({"lr": 0.4, "momentum": 0.9},))
     assert (later.outcome, later.optimizer) == (Outcome.COMMIT, None)
-    model = next(iter(d.state._models))
+    model = next(iter(d.state.models))
     assert model.registration.optimizer == other
 
 

@@ -17,10 +17,10 @@ from coordinator_driver import LAYOUT, Driver
 def test_it_is_named_in_the_status() -> None:
     d = Driver(world_size=3)
     [a, _, _], _ = d.assembled(workers=3)
-    assert d.state.longest_wait(d.clock()) == (0.0, "")
+    assert d.state.stragglers.longest_wait(d.clock()) == (0.0, "")
     a.vote()
     d.advance(12.0, beat=True)
-    assert d.state.longest_wait(d.clock()) == (12.0, "the step to version 1 has waited 12 s for worker 1, 2")
+    assert d.state.stragglers.longest_wait(d.clock()) == (12.0, "the step to version 1 has waited 12 s for worker 1, 2")
     assert d.state.status(d.clock()).pending[-1] == "the step to version 1 has waited 12 s for worker 1, 2"
     d.advance(10_000.0, beat=True)
     assert len(a.membership.workers) == 3, "without a time it is waited for"
@@ -35,7 +35,7 @@ def test_it_is_set_aside_and_the_others_go_on() -> None:
     d.advance(20.0, beat=True)
     b.vote()
     servers[0].ready()
-    assert "they are set aside after 30 s" in d.state.longest_wait(d.clock())[1]
+    assert "they are set aside after 30 s" in d.state.stragglers.longest_wait(d.clock())[1]
     d.advance(9.0, beat=True)
     assert c.open
     d.advance(1.5, beat=True)
@@ -103,7 +103,7 @@ def test_a_slow_server_is_nobodys_fault() -> None:
     d.advance(60.0, beat=True)
     assert a.open
     assert b.open
-    assert d.state.longest_wait(d.clock()) == (0.0, "")
+    assert d.state.stragglers.longest_wait(d.clock()) == (0.0, "")
     servers[0].ready()
     assert a.last(Decision).outcome is Outcome.COMMIT
 
@@ -130,7 +130,10 @@ def test_the_slowest_clock_is_not_waited_for_either() -> None:
         a.vote(step=clock)
         servers[0].ready(step=clock, replica=0)
         d.advance(4.0, beat=True)
-    assert d.state.longest_wait(d.clock()) == (4.0, "clock 0 has waited 4 s for worker 1; they are set aside after 5 s")
+    assert d.state.stragglers.longest_wait(d.clock()) == (
+        4.0,
+        "clock 0 has waited 4 s for worker 1; they are set aside after 5 s",
+    )
     d.advance(1.5, beat=True)
     assert (a.open, b.open) == (True, False)
 

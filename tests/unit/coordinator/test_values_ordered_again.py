@@ -41,7 +41,7 @@ def test_first_values_are_awaited_from_the_servers_that_are_there() -> None:
         assert not d.state.status().initialized
         server.initialized(epoch=1)
     assert d.state.status().initialized
-    assert not d.state.values_replaced
+    assert not d.state.models.values_replaced
 
 
 def test_a_server_that_comes_back_gets_the_order() -> None:
@@ -64,17 +64,17 @@ def test_fewer_servers_than_the_job_needs_are_waited_for() -> None:
 def test_a_checkpoint_is_loaded_by_the_servers_that_are_there_and_the_caller_gets_its_answer() -> None:
     d = Driver(num_shards=2, replication=2)
     _, (first, second) = d.assembled(shards=2)
-    call = d.call(lambda call: d.state.restore(call, [RESUME], d.clock()))
+    call = d.call(lambda call: d.state.restores.restore(call, [RESUME], d.clock()))
     d.restart()
     first.join()
-    again = d.call(lambda call: d.state.restore(call, [RESUME], d.clock()))
+    again = d.call(lambda call: d.state.restores.restore(call, [RESUME], d.clock()))
     newcomer = replaced(d)
     order = newcomer.last(RestoreOrder)
     assert (order.uri, order.version, order.epoch) == ("file:///x", 0, 3)
     for server in (first, newcomer):
         server.initialized(epoch=3)
     assert isinstance(d.replies[again], CheckpointReply)
-    assert d.state.values_replaced
+    assert d.state.models.values_replaced
     assert not second.open
     assert call not in d.replies
 

@@ -72,11 +72,6 @@ class Callers:
             caller: the caller.
             role: the only role that may call; None = any.
             does: a verb phrase for the call, for the message.
-
-        Raises:
-            PermissionDenied: it gives another job's name.
-            GenerationChanged: it is not a member.
-            InvalidRequest: it has another role.
         """
         self.check(caller)
         entry = self._assembly.roster.get(caller.incarnation)
@@ -90,10 +85,6 @@ class Callers:
 
 
 def check_role(entry: RosterEntry, role: Role, does: str) -> None:
-    """Refuse a member of another role.
-
-    Raises:
-        InvalidRequest: it has another role.
-    """
+    """Refuse a member of another role."""
     if entry.member.role is not role:
         raise InvalidRequest(f"{entry.name} {does}; only a {role.value} may")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.access.callers import Caller, Callers
 from axon_ps.coordinator.core.actions import Action, Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.members import Members
@@ -32,12 +33,14 @@ class RevocationList:
     """The revoked credentials of one job.
 
     Args:
+        callers: finds the members among callers.
         assembly: knows the members.
         members: ends them.
         out: gets the events to send.
     """
 
-    def __init__(self, assembly: Assembly, members: Members, out: Outbox) -> None:
+    def __init__(self, callers: Callers, assembly: Assembly, members: Members, out: Outbox) -> None:
+        self._callers = callers
         self._assembly = assembly
         self._members = members
         self._out = out
@@ -47,7 +50,7 @@ class RevocationList:
         """The names that are revoked, with reasons."""
         return self._assembly.revoked
 
-    def revoke(self, call: int, target: str, reason: str, now: float) -> list[Action]:
+    def revoke(self, call: int, caller: Caller, target: str, reason: str, now: float) -> list[Action]:
         """Revoke a name, or all credentials of a member; the members that had them are lost.
 
         `call` gets a `RevokeReply`.
@@ -56,6 +59,7 @@ class RevocationList:
             InvalidRequest: there is no such member, it has no credentials of its own, or name or reason are malformed.
             Busy: too many names are revoked.
         """
+        self._callers.check_takes_away(caller)
         if len(reason) > MAX_REASON or not reason.isprintable():
             raise InvalidRequest(f"the reason must be printable, and at most {MAX_REASON} characters")
         names = self._names(target)

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from axon_ps.coordinator import attachments
 from axon_ps.coordinator.attachments import Attachment
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.actions import Action, Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
-from axon_ps.errors import AxonError, Busy, CheckpointError, InvalidRequest
+from axon_ps.errors import AxonError, Busy, CheckpointError, InvalidRequest, Misuse
 from axon_ps.types import OptimizerSpec, Role
 from axon_ps.wire.events import FIRST_NAME, FIRST_VALUES, UPLOADED, CheckpointReply, RestoreOrder
 
@@ -87,24 +87,49 @@ class Restores:
         self._call = -1
         self._together: frozenset[int] = frozenset()  # the models of the newest order
         members.on_change.append(self._order_again)
-        self._stored = {m.number: records.parameters_record(m.number, m.registration.parameters) for m in models}
+        self._stored = {m.number: records.parameters_record(m.number, m.holders.parameters) for m in models}
+
+    def restore(self, call: int, resumes: Sequence[Resume], now: float) -> list[Action]:
+        """Restore models from a checkpoint; `call` gets a `CheckpointReply` when all servers have loaded it.
+
+        The caller of this is checked beforehand, by `access.callers`, since files are read in between.
+
+        Raises:
+            Misuse: the job has no layout yet.
+            InvalidRequest: the job does not have one of the models.
+            Busy: there is no memory for it, or no capacity for the attachments; nothing has changed.
+        """
+        if not self._models.registered:
+            raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
+        self.order(resumes, now, call)
+        return self._out.take()
+
+    def replace(self, call: int, now: float, name: str) -> list[Action]:
+        """Have a worker upload other values of a model, as `restore` does those of a checkpoint."""
+        model = self._models.named(name)
+        version = 0 if model is None else model.version
+        return self.restore(call, [Resume(uri=UPLOADED, version=version, model=name)], now)
+
+    def attached(self) -> dict[str, Attachment]:
+        """Return by key the attachments of workers to the checkpoints of the job."""
+        return attachments.stored(self._kv)
+
+    def begin_again(self, now: float) -> list[Action]:
+        """Begin a job again that `lost_everything`: the next worker uploads first values, for version 0."""
+        self.order([Resume(uri=FIRST_VALUES, version=0, model=model.name) for model in self._models.registered], now)
+        return self._out.take()
 
     def order(self, resumes: Sequence[Resume], now: float, call: int = -1) -> None:
         """Have the servers load models from a checkpoint, or receive the values that a worker uploads.
 
-        `call` gets a `CheckpointReply` when they hold them.
-
-        Raises:
-            InvalidRequest: the job does not have one of the models, or the checkpoint has none.
-            Busy: the live shard servers have no memory for it, or the key-value store has no capacity for the
-                attachments. Nothing has changed then.
+        `call` gets a `CheckpointReply` when they hold them. Errors are those of `restore`.
         """
         if not resumes:
             raise InvalidRequest("the checkpoint has no model of this job; name another checkpoint")
         a = self._assembly
         found = [(self._named(resume), resume) for resume in resumes]
         placements = {
-            model.number: (model, model.registration.new_placement(spec, a.servers(), self._replication))
+            model.number: (model, model.holders.new_placement(spec, a.servers(), self._replication))
             for model, _ in found
             if (spec := model.registration.spec) is not None
         }
@@ -117,9 +142,7 @@ class Restores:
         a.stepping.abort_all(reason)
         for model, resume in found:
             _, placement = placements[model.number]
-            order = model.registration.begin_restore(
-                resume.uri, resume.version, placement, resume.section, resume.sha256
-            )
+            order = model.holders.begin_restore(resume.uri, resume.version, placement, resume.section, resume.sha256)
             model.version = resume.version
             if resume.committed is not None:
                 model.committed = dict(resume.committed)
@@ -134,23 +157,19 @@ class Restores:
         self._call = call
 
     def _attach(self, found: Sequence[tuple[Model, Resume]]) -> None:
-        """Store the attachments of checkpoints, with the epochs that the models are about to begin.
-
-        Raises:
-            Busy: the job's key-value store has no capacity for them; nothing has changed.
-        """
+        """Store the attachments of checkpoints, with the epochs that the models are about to begin."""
         values: dict[str, bytes] = {}
         for model, resume in found:
             if resume.uri not in (FIRST_VALUES, UPLOADED):
-                epoch = model.registration.parameters.epoch + 1
+                epoch = model.holders.parameters.epoch + 1
                 values |= attachments.restored(self._kv, model.name, epoch, resume.uri, resume.attached)
         self._kv.put_own(values)
 
     def _order_again(self, now: float) -> None:
         """Repeat orders after a change of members. See Note: [Values that do not exist yet]."""
         here = {shard.rank for shard in self._assembly.shards()}
-        models = [m for m in self._models.registered if m.registration.awaits_values]
-        gone = any(not m.registration.placement.servers <= here for m in models)
+        models = [m for m in self._models.registered if m.holders.awaits_values]
+        gone = any(not m.holders.placement.servers <= here for m in models)
         if not gone or len(here) < self._assembly.needed_shards:
             return
         call, self._call = self._call, -1
@@ -167,19 +186,15 @@ class Restores:
         return model
 
     def initialized(self, entry: RosterEntry, number: int, version: int, epoch: int) -> None:
-        """Note that a shard server holds all its parameters of a model, unless the model was released meanwhile.
-
-        Raises:
-            InvalidRequest: the version is not the job's.
-        """
+        """Note that a shard server holds all its parameters of a model, unless the model was released meanwhile."""
         a, model = self._assembly, self._models.get(number)
         if model is None:
             return
-        r = model.registration
-        if r.initialized_by(entry.member, version, epoch, model.version):
-            if r.all_loaded(a.shards()):
-                order, r.parameters.restore, r.parameters.initialized = r.parameters.restore, None, True
-                r.waiting.clear()
+        holders, p = model.holders, model.holders.parameters
+        if holders.initialized_by(entry.member, version, epoch, model.version):
+            if holders.all_loaded(a.shards()):
+                order, p.restore, p.initialized = p.restore, None, True
+                model.first_values.waiting.clear()
                 a.announce(model)
                 if order is not None and not self._loading():
                     self._answer(CheckpointReply(uri=order.uri, version=order.version))
@@ -187,16 +202,16 @@ class Restores:
 
     def _loading(self) -> list[Model]:
         """Return the models of the newest order that are not loaded yet."""
-        return [m for m in self._models if m.number in self._together and m.registration.parameters.restore is not None]
+        return [m for m in self._models if m.number in self._together and m.holders.parameters.restore is not None]
 
     def failed(self, entry: RosterEntry, number: int, epoch: int, error: AxonError, now: float) -> None:
         """Fail a restore that a shard server could not perform, with all models restored together."""
         model = self._models.get(number)
-        order = None if model is None else model.registration.parameters.restore
+        order = None if model is None else model.holders.parameters.restore
         if model is not None and order is not None and order.epoch == epoch:
             what = f"shard server {entry.member.rank} could not restore {order.uri}: {error}"
             for other in self._loading() or [model]:
-                other.registration.fail_restore(what)
+                other.holders.parameters.restore, other.holders.parameters.failure = None, what
             self.persist()
             self._answer(type(error)(what))
             self._members.change(what, now=now)
@@ -204,27 +219,27 @@ class Restores:
     def out_of_memory(self, entry: RosterEntry, number: int, placement: int, error: AxonError, now: float) -> None:
         """Handle a shard server without memory for a placement: for its part of the model, or for copies of slices."""
         model = self._models.get(number)
-        if model is None or model.registration.placement_number != placement:
+        if model is None or model.holders.placement_number != placement:
             return
-        r, a, rank = model.registration, self._assembly, entry.member.rank
+        holders, p, rank = model.holders, model.holders.parameters, entry.member.rank
         why = f"shard server {rank} cannot hold it: {error}"
         self._out.happened("full", f"{self._models.message_prefix(model)}{why}")
-        if r.parameters.initialized and r.is_loaded(entry.member):
+        if p.initialized and holders.is_loaded(entry.member):
             entry.full = True
             self._members.placements.cancel_copies(entry.member)
-        elif r.parameters.restore is not None and r.parameters.restore.uri != FIRST_VALUES:
-            self.failed(entry, number, r.parameters.epoch, error, now)
+        elif p.restore is not None and p.restore.uri != FIRST_VALUES:
+            self.failed(entry, number, p.epoch, error, now)
         else:
-            r.set_out_of_memory(rank, why)
-            a.announce(model, full=False)
+            holders.out_of_memory[rank] = why
+            self._assembly.announce(model, full=False)
 
     def try_again(self) -> None:
         """Try again to place models that did not fit, since memory has become free."""
         for entry in self._assembly.roster.of_role(Role.SHARD):
             entry.full = False
         for model in self._models.registered:
-            if model.registration.out_of_memory:
-                model.registration.out_of_memory.clear()
+            if model.holders.out_of_memory:
+                model.holders.out_of_memory.clear()
                 self._assembly.announce(model)
 
     def cancel(self, call: int) -> None:
@@ -234,14 +249,14 @@ class Restores:
 
     def pending(self) -> Sequence[str]:
         """Return the reasons why restores are not complete, as text."""
-        orders = [(self._models.message_prefix(m), m.registration.parameters.restore) for m in self._models]
-        out_of_memory = [m.registration.out_of_memory_reason for m in self._models if m.registration.out_of_memory]
+        orders = [(self._models.message_prefix(m), m.holders.parameters.restore) for m in self._models]
+        out_of_memory = [m.holders.out_of_memory_reason for m in self._models if m.holders.out_of_memory]
         return [*(prefix + _pending(order) for prefix, order in orders if order is not None), *out_of_memory]
 
     def persist(self) -> None:
         """Persist the holders of parameters where they have changed."""
         for model in self._models:
-            record = records.parameters_record(model.number, model.registration.parameters)
+            record = records.parameters_record(model.number, model.holders.parameters)
             if record != self._stored.get(model.number):
                 self._stored[model.number] = record
                 self._out.persist([record])
@@ -275,7 +290,7 @@ def _reason(resume: Resume) -> str:
 
 def _resume(model: Model) -> Resume:
     """Return the order that a model without values waits for."""
-    order = model.registration.parameters.restore
+    order = model.holders.parameters.restore
     if order is None:
         return Resume(uri=FIRST_VALUES, version=model.version, model=model.name)
     return Resume(uri=order.uri, version=order.version, model=model.name, section=order.section, sha256=order.sha256)

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.actions import Action, Outbox
+from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.steps.decision import format_ranks
-from axon_ps.errors import AxonError, Busy, MemberLost
+from axon_ps.errors import AxonError, Busy, MemberLost, Misuse
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
-from axon_ps.types import ModelProgress, OptimizerSpec
+from axon_ps.types import ModelProgress, OptimizerSpec, Role
 from axon_ps.wire.events import SnapshotFile, SnapshotOrder, SnapshotReport
 
 
@@ -74,33 +77,64 @@ class Snapshots:
 
     Args:
         last_id: number of the newest order before the coordinator's restart.
-        out: gets the answers.
+        assembly: the shard servers that write.
+        models: the models of the job.
+        out: gets the record and the order, and the answers.
     """
 
-    def __init__(self, last_id: int, out: Outbox) -> None:
+    def __init__(self, last_id: int, assembly: Assembly, models: Models, out: Outbox) -> None:
         self.last_id = last_id
+        self._assembly = assembly
+        self._models = models
         self._out = out
         self._save: _Save | None = None
 
     def check_free(self) -> None:
-        """Refuse a second order.
-
-        Raises:
-            Busy: one is in progress.
-        """
+        """Refuse another order while one is in progress."""
         if self._save is not None:
             raise Busy(f"a checkpoint is being written to {self._save.order.uri} already; try again when it is done")
 
-    def begin(
-        self, call: int, uri: str, ranks: Sequence[int], models: Sequence[SavedModel], *, background: bool
-    ) -> SnapshotOrder:
-        """Begin a checkpoint of `models`, and return the order; in the `background` if its caller does not wait."""
+    def save(self, call: int, uri: str, *, background: bool = False) -> list[Action]:
+        """Begin a checkpoint of the current version; `call` gets a `Snapshot`.
+
+        In the `background` it takes longer, and steps are slowed less. The caller of this is checked beforehand, by
+        `access.callers`, since files are read in between.
+
+        Raises:
+            Misuse: there is nothing to save.
+            MemberLost: the job waits for shard servers.
+            Busy: another is being written.
+        """
+        if not self._models.registered:
+            raise Misuse("there is nothing to save: the shard servers hold no parameters yet")
+        models = tuple(self._saved(m) for m in self._models.registered if not m.holders.out_of_memory)
+        if self._assembly.pending_shards:
+            raise MemberLost(f"nothing can be saved: the job waits for {self._assembly.membership.waiting_for}")
+        self.check_free()
         self.last_id += 1
         version = next((m.version for m in models if m.number == 0), 0)
-        others = [ModelProgress(model=m.number, step=0, version=m.version) for m in models if m.number]
-        order = SnapshotOrder(id=self.last_id, uri=uri, version=version, models=tuple(others), background=background)
-        self._save = _Save(call, order, tuple(models), set(ranks))
-        return order
+        others = tuple(ModelProgress(model=m.number, step=0, version=m.version) for m in models if m.number)
+        order = SnapshotOrder(id=self.last_id, uri=uri, version=version, models=others, background=background)
+        servers = self._assembly.roster.of_role(Role.SHARD)
+        self._save = _Save(call, order, models, {s.member.rank for s in servers})
+        self._out.persist([records.orders_record(self.last_id)])
+        self._out.push([s.session for s in servers], order)
+        return self._out.take()
+
+    def _saved(self, model: Model) -> SavedModel:
+        spec = model.registration.spec
+        if spec is None or not model.state(self._assembly.shards()).initialized:
+            prefix = self._models.message_prefix(model)
+            raise Misuse(f"there is nothing to save: {prefix}the shard servers hold no parameters yet")
+        return SavedModel(
+            number=model.number,
+            name=model.name,
+            version=model.version,
+            spec=spec,
+            optimizer=model.optimizer,
+            placement=model.holders.placement,
+            committed=model.committed,
+        )
 
     def report(self, rank: int, report: SnapshotReport) -> None:
         """Take a shard server's reply; ignore it if the order is not the current one.
@@ -111,7 +145,7 @@ class Snapshots:
         if save is None or report.id != save.order.id or rank not in save.waits_for:
             return
         if report.error is not None:
-            save.error = save.error or _at(rank, report.error)
+            save.error = save.error or type(report.error)(f"shard server {rank}: {report.error}")
         else:
             save.files[rank] = report.files
         self._settle({rank})
@@ -162,9 +196,3 @@ class Snapshots:
         if self._save is None:
             return []
         return [f"the checkpoint at {self._save.order.uri} waits for shard server {format_ranks(self._save.waits_for)}"]
-
-
-def _at(rank: int, error: AxonError) -> AxonError:
-    """Return an error of a shard server, with its rank in the message."""
-    named = type(error)(f"shard server {rank}: {error}")
-    return named

@@ -46,7 +46,7 @@ class ServerCapacity:
         r = model.registration
         spec = spec or r.spec
         assert spec is not None
-        return slice_sizes(spec, optimizer or r.optimizer, r.num_shards, self._replicas)
+        return slice_sizes(spec, optimizer or r.optimizer, model.holders.num_shards, self._replicas)
 
     def check(
         self,
@@ -61,9 +61,6 @@ class ServerCapacity:
             changes: by number, the models that change, and their future placements.
             what: the change as a noun phrase, for the error.
             spec, optimizer: of the changed models, if not their own.
-
-        Raises:
-            Busy: there is not enough memory; the message has the bytes that each server needs and has.
         """
         needed: Counter[int] = Counter()
         for model, placement in changes.values():
@@ -78,11 +75,7 @@ class ServerCapacity:
             raise Busy(f"{what} is refused, nothing has changed: {'; '.join(short)}; {WHAT_TO_DO}")
 
     def check_there(self, placement: Placement, what: str) -> None:
-        """Check that all servers of a placement are live, and so have reported their memory.
-
-        Raises:
-            MemberLost: one is not.
-        """
+        """Check that all servers of a placement are live, and so have reported their memory."""
         if missing := sorted(placement.servers - self._servers.keys()):
             raise MemberLost(
                 f"{what} has to wait: shard server {format_ranks(missing)} is not there to say whether it can hold it"
@@ -100,9 +93,9 @@ class ServerCapacity:
         """Return the bytes that every server holds, or is to hold, of the models that fit."""
         taken: Counter[int] = Counter()
         for model in self._models.registered:
-            r = model.registration
-            if model.number not in without and not r.out_of_memory and r.parameters.placement is not None:
-                taken.update(placed_bytes(r.placement, self.sizes(model)))
+            placement = model.holders.parameters.placement
+            if model.number not in without and not model.holders.out_of_memory and placement is not None:
+                taken.update(placed_bytes(placement, self.sizes(model)))
         return taken
 
     def _pools(self) -> Iterable[tuple[list[int], int]]:

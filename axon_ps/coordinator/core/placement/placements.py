@@ -76,7 +76,7 @@ class Placements:
     def copied(self, entry: RosterEntry, report: Copied, now: float) -> None:
         """Take a shard server's report that it has copied slices."""
         model = self._models.get(report.model)
-        if model is not None and model.registration.copied(entry.member, report, self._assembly.shards()):
+        if model is not None and model.holders.copied(entry.member, report, self._assembly.shards()):
             self._assembly.counters["slices_copied"] += len(report.slices)
             self.changed(model)
             if not self._under_way() and now > self._began:
@@ -86,7 +86,7 @@ class Placements:
     def cancel_copies(self, member: Member) -> None:
         """Cancel the copies to a shard server with a broken session."""
         for model in self._models:
-            if model.registration.cancel_copies(member.rank):
+            if model.holders.cancel_copies(member.rank):
                 self.changed(model)
 
     def plan(self, now: float, *, ending: Model | None = None) -> None:
@@ -99,11 +99,11 @@ class Placements:
         """
         if not self._assembly.membership.complete:
             return
-        numbers = tuple(m.registration.placement_number for m in self._models.registered)
+        numbers = tuple(m.holders.placement_number for m in self._models.registered)
         given = numbers, self._assembly.generation, self._assembly.draining, self.unshown()
         for model in self._models:
-            r = model.registration
-            if r.spec is None or not r.parameters.initialized or r.parameters.restore is not None:
+            p = model.holders.parameters
+            if not model.registered or not p.initialized or p.restore is not None:
                 continue
             current = (*given, now // LOOK_AGAIN_S) if model.number in self._short else given
             if self._settled.get(model.number) == current:
@@ -111,7 +111,7 @@ class Placements:
             moves = self._moves(model)
             if not moves:
                 self._settled[model.number] = current
-            before, after = r.placement.holders, {}
+            before, after = model.holders.placement.holders, {}
             if not self._under_way():  # earlier ones may have been given up
                 self._began = math.inf
             for move in moves:
@@ -125,7 +125,7 @@ class Placements:
                     after[move.index] = h.with_copying(move.rank)
                     self._began = min(self._began, now)
             if after:
-                r.change_placement(r.placement.changed(after))
+                model.holders.change_placement(model.holders.placement.changed(after))
                 self.changed(model)
 
     def next_deadline(self) -> float:
@@ -143,7 +143,7 @@ class Placements:
         """Return the draining shard servers that hold nothing any more."""
         if not self._assembly.draining:
             return []
-        held = {rank for model in self._models.registered for rank in model.registration.placement.servers}
+        held = {rank for model in self._models.registered for rank in model.holders.placement.servers}
         a = self._assembly
         return [e for e in (a.shard(rank) for rank in sorted(a.draining - held)) if e is not None]
 
@@ -151,9 +151,9 @@ class Placements:
         """Return the work under way, as text."""
         found = []
         for model in self._models.registered:
-            lacking = model.registration.placement.lacking(self._wanted)
-            if lacking and model.registration.parameters.initialized:
-                of = len(model.registration.placement.holders)
+            lacking = model.holders.placement.lacking(self._wanted)
+            if lacking and model.holders.parameters.initialized:
+                of = len(model.holders.placement.holders)
                 full = self._full(model)
                 why = f", and shard server {format_ranks(full)} has no memory for more" if full else ""
                 found.append(f"{self._models.message_prefix(model)}{lacking} of {of} slices have too few copies{why}")
@@ -167,24 +167,25 @@ class Placements:
         return min(self._replication, sum(s.rank not in a.draining for s in a.shards()))
 
     def _under_way(self) -> bool:
-        return any(m.registration.placement.is_copied for m in self._models.registered)
+        return any(m.holders.placement.is_copied for m in self._models.registered)
 
     def changed(self, model: Model) -> None:
         """Publish a model's new placement: earlier reports count no more, and all members get it."""
         model.attempts.forget_reports()
-        self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
+        self._out.persist([records.parameters_record(model.number, model.holders.parameters)])
         self._assembly.announce(model, full=False)
         self._assembly.stepping.recheck_copies()
 
     def _moves(self, model: Model) -> list[Move]:
-        a, r = self._assembly, model.registration
+        a, holders = self._assembly, model.holders
         lead = self._follows(model)
         if lead is not model:
             return list(self._follow(model, lead))
         full = self._full(model)
         (self._short.add if full else self._short.discard)(model.number)
         none = full | self.unshown()
-        return plan_moves(r.placement, r.slice_numels, a.servers(), a.draining, self._replication, BUDGET_NUMEL, none)
+        placement, numels = holders.placement, holders.slice_numels
+        return plan_moves(placement, numels, a.servers(), a.draining, self._replication, BUDGET_NUMEL, none)
 
     def _full(self, model: Model) -> frozenset[int]:
         """Return the ranks of the servers that have no memory for more slices of a model."""
@@ -204,7 +205,7 @@ class Placements:
     def _follow(self, model: Model, lead: Model) -> Iterator[Move]:
         """Yield the moves that give a model's slices the holders of another's."""
         for index, (h, theirs) in enumerate(
-            zip(model.registration.placement.holders, lead.registration.placement.holders, strict=True)
+            zip(model.holders.placement.holders, lead.holders.placement.holders, strict=True)
         ):
             missing = [rank for rank in theirs.servers if rank not in h.servers]
             stay = [rank for rank in h.complete if rank in theirs.servers]

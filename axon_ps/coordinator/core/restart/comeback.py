@@ -13,35 +13,64 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.roster import Roster
+from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
+from axon_ps.coordinator.core.models import Models
+from axon_ps.coordinator.core.restart.knowledge import behind
 from axon_ps.errors import AxonError
 from axon_ps.types import Member, Role
-from axon_ps.wire.events import JoinRequest
+from axon_ps.wire.events import JoinRequest, Position
 
 
 class Comeback:
     """The processes that wait to be let in.
 
     Args:
-        roster: the members of the state.
+        assembly: the members of the state.
+        models: its models.
+        snapshots: its checkpoint orders.
         until: the time at which their leases are over.
         let_in: lets a process in: its session, its role, its request and the time.
         out: the actions.
     """
 
     def __init__(
-        self, roster: Roster, until: float, let_in: Callable[[int, Role, JoinRequest, float], None], out: Outbox
+        self,
+        assembly: Assembly,
+        models: Models,
+        snapshots: Snapshots,
+        until: float,
+        let_in: Callable[[int, Role, JoinRequest, float], None],
+        out: Outbox,
     ) -> None:
-        self._roster = roster
+        self._assembly = assembly
+        self._models = models
+        self._snapshots = snapshots
         self._let_in = let_in
         self._out = out
         self._waiting: dict[int, tuple[Role, JoinRequest]] = {}
-        self._until = until if roster.awaited(Role.SHARD) else _OVER
+        self._until = until if assembly.roster.awaited(Role.SHARD) else _OVER
 
     def away(self) -> list[Member]:
         """Return the members of the state that have not come since the restart."""
         here = {request.incarnation for _, request in self._waiting.values()}
-        return [member for role in Role for member in self._roster.awaited(role) if member.incarnation not in here]
+        return [
+            member for role in Role for member in self._assembly.roster.awaited(role) if member.incarnation not in here
+        ]
+
+    def behind(self, role: Role, request: JoinRequest) -> str:
+        """Return a text about the knowledge of a process that the state lacks; "" = none.
+
+        A worker of an earlier generation begins the present one with the servers' values.
+        """
+        ours = Position(
+            generation=self._assembly.membership.generation,
+            models=tuple(model.position for model in self._models),
+            released=frozenset(self._models.released),
+            snapshot_id=self._snapshots.last_id,
+        )
+        is_earlier = role is Role.WORKER and request.position.generation < ours.generation
+        return "" if is_earlier or request.state_id != self._assembly.state_id else behind(ours, request.position)
 
     def join(self, session: int, role: Role, request: JoinRequest, now: float) -> None:
         """Let a process in, or have it wait.

@@ -119,10 +119,10 @@ class Stepping:
     def ready(self, rank: int, ready: Ready) -> None:
         """Count a shard server's report on an attempt; one on another attempt, or a second one, is ignored."""
         model = self._attempting(ready.model, ready.generation)
-        if model is None or ready.placement != model.registration.placement_number:
+        if model is None or ready.placement != model.holders.placement_number:
             return
         if model.attempts.ready(rank, ready, model.step):
-            if (difference := model.attempts.difference(model.registration.owners)) is not None:
+            if (difference := model.attempts.difference(model.holders.owners)) is not None:
                 self.differing.append((model, difference))
             else:
                 self._decide_complete(model)
@@ -142,7 +142,7 @@ class Stepping:
         return [
             self._models.message_prefix(model) + text
             for model in self._models
-            for text in model.attempts.pending(model.registration.owners)
+            for text in model.attempts.pending(model.holders.owners)
         ]
 
     # ------------------------------------------------------------------ inside
@@ -155,7 +155,7 @@ class Stepping:
     def _decide_complete(self, model: Model) -> None:
         """Decide the attempts that are complete, one after the other."""
         attempts = model.attempts
-        while (attempt := attempts.next_complete(model.registration.owners)) is not None:
+        while (attempt := attempts.next_complete(model.holders.owners)) is not None:
             tally = attempts.tally(attempt)
             copies = tally.copies
             if copies and not self._together(model, tally):
@@ -198,7 +198,7 @@ class Stepping:
         source = self._models.get(copy.source)
         if source is None or self._problem(model, source):
             return True  # the step can only be aborted
-        pairs = set(zip(model.registration.placement.holders, source.registration.placement.holders, strict=True))
+        pairs = set(zip(model.holders.placement.holders, source.holders.placement.holders, strict=True))
         return all(not h.copying and set(h.complete) <= set(theirs.complete) for h, theirs in pairs)
 
     def _copied(self, model: Model, decision: Decision) -> Decision:
@@ -208,8 +208,8 @@ class Stepping:
         if problem := self._problem(model, source):
             return _impossible(model, decision, problem)
         assert source is not None
-        model.registration.parameters.copied = decision.version
-        self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
+        model.holders.parameters.copied = decision.version
+        self._out.persist([records.parameters_record(model.number, model.holders.parameters)])
         self.counters["copies"] += 1
         copy = CopyFrom(source=source.number, weight=decision.copy.weight, version=source.version)
         return dataclasses.replace(decision, copy=copy)

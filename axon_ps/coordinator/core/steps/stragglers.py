@@ -1,10 +1,17 @@
-"""Stragglers: the workers that the others wait for in a step, and since when. Pure.
+"""Workers that are late in a step: those that the others wait for, and those that are asked for a vote. Pure.
 
 The time of a step begins with the first worker that waits in it. Where all replicas step together, that is the first
 worker that has voted or *arrived*: an arrived worker waits until the servers take the gradients that it has computed.
 (They sum in replica order. Without memory for early gradients, a worker that comes after a straggler in this order can
 neither push nor vote.) With asynchronous replicas it is the first worker that has to wait for the slowest. Each model
 has its own step.
+
+Note: [Deadlines]
+    Under `LocalSteps` a worker need not have made all its local steps before it votes: its progress is weighted by the
+    amount that it has trained. So after a quorum of votes and a grace period, the others are asked to vote with the
+    work so far. A slow worker delays the others by at most one of its local steps, and none of its work is lost. The
+    quorum and the grace period are those of Decoupled DiLoCo (https://arxiv.org/abs/2604.21428), which goes on without
+    the others' progress. A worker that does not vote after the request is a straggler.
 
 Invariants: a straggler is named only while at least as many others as the job needs take part; nothing is computed
 before the time is over.
@@ -15,9 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.coordinator.core.steps.decision import format_ranks
+from axon_ps.types import Role
+from axon_ps.wire.events import VoteRequest
 
 RECHECK_S = 1.0
 """Seconds between two checks that enough others take part, after the time is over."""
@@ -114,3 +125,77 @@ class Stragglers:
     def _present(self, model: Model) -> tuple[int, int]:
         attempts = model.attempts
         return self._assembly.generation, attempts.slowest if attempts.asynchronous else model.step
+
+
+class _Deadline:
+    """The present step of a model, and its deadline."""
+
+    def __init__(self) -> None:
+        self.attempt = (0, -1)  # generation and step
+        self.deadline_s = math.inf
+        self.asked = False
+
+
+class StepDeadlines:
+    """The deadline of each model's present step. See Note: [Deadlines].
+
+    Args:
+        assembly: the members.
+        models: the models of the job.
+        out: gets the requests to workers.
+    """
+
+    def __init__(self, assembly: Assembly, models: Models, out: Outbox) -> None:
+        self._assembly = assembly
+        self._models = models
+        self._out = out
+        self._waits: dict[int, _Deadline] = {}
+
+    def look(self, now: float) -> None:
+        """Update the deadlines, after a vote or report in a step, or a decision."""
+        for model in self._models:
+            policy = None if model.registration.spec is None else model.registration.spec.policy
+            if policy is None or not policy.quorum:
+                continue
+            wait = self._waits.setdefault(model.number, _Deadline())
+            if wait.attempt != (attempt := self._attempt(model)):
+                wait.attempt, wait.deadline_s, wait.asked = attempt, math.inf, False
+            quorum = max(1, math.ceil(policy.quorum * len(self._assembly.membership.workers) - 1e-9))
+            if math.isinf(wait.deadline_s) and model.attempts.come >= quorum:
+                wait.deadline_s = now + policy.grace_s
+
+    def again(self, worker: RosterEntry) -> None:
+        """Repeat requests on a worker's new stream, since they may be lost with the old one."""
+        for model in self._models:
+            wait = self._waits.get(model.number)
+            asked = wait is not None and wait.asked and wait.attempt == self._attempt(model)
+            if asked and not model.attempts.has_come(worker.member.rank):
+                self._out.push([worker.session], self._event(model))
+
+    def tick(self, now: float) -> None:
+        """Ask the workers that have not come to a step after its deadline."""
+        for model in self._models:
+            wait = self._present(model)
+            if wait is None or now < wait.deadline_s:
+                continue
+            wait.asked = True
+            workers = self._assembly.roster.of_role(Role.WORKER)
+            late = [worker.session for worker in workers if not model.attempts.has_come(worker.member.rank)]
+            self._out.push(late, self._event(model))
+
+    def next_deadline(self) -> float:
+        """Return the time of the next call of `tick`."""
+        waits = filter(None, map(self._present, self._models))
+        return min((wait.deadline_s for wait in waits), default=math.inf)
+
+    def _present(self, model: Model) -> _Deadline | None:
+        """Return the wait in the present step of a model, unless the others were asked."""
+        wait = self._waits.get(model.number)
+        there = wait is not None and not wait.asked and wait.attempt == self._attempt(model)
+        return wait if there else None
+
+    def _event(self, model: Model) -> VoteRequest:
+        return VoteRequest(generation=self._assembly.generation, step=model.step, model=model.number)
+
+    def _attempt(self, model: Model) -> tuple[int, int]:
+        return self._assembly.generation, model.step

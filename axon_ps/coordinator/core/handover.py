@@ -35,11 +35,13 @@ class Handover:
     Attributes:
         joining: by session.
         leaving: by rank, the time since which they wait.
+        silent: incarnations of members lost since the last step whose leases had expired.
     """
 
     def __init__(self) -> None:
         self.joining: dict[int, Joining] = {}
         self.leaving: dict[int, float] = {}
+        self.silent: set[str] = set()
         self._patience_s = LEAST_PATIENCE_S
         self._step_ended = math.inf
 
@@ -47,6 +49,7 @@ class Handover:
         """Note the end of a step."""
         step_s, self._step_ended = max(0.0, now - self._step_ended), now
         self._patience_s = min(max(LEAST_PATIENCE_S, STEPS_OF_PATIENCE * step_s), MOST_PATIENCE_S)
+        self.silent.clear()
 
     def __len__(self) -> int:
         """Return the number of generations that it takes to let all of them join and leave."""

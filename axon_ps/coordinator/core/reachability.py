@@ -141,11 +141,7 @@ class Reachability:
             del self._refused[next(iter(self._refused))]
 
     def check(self, role: Role, request: JoinRequest, now: float) -> None:
-        """Refuse a joiner for a while.
-
-        Raises:
-            Busy: it does not reach a member, or was removed a moment ago because a member did not reach it.
-        """
+        """Refuse a joiner that does not reach a member, or was removed a moment ago since a member did not reach it."""
         roster = self._assembly.roster
         theirs = request.connectivity
         named = frozenset[str]() if theirs is None else theirs.unreachable
@@ -206,7 +202,7 @@ class Reachability:
     def unshown(self) -> frozenset[int]:
         """Return the ranks of the shard servers that get no slices yet. See Note: [Shown to work]."""
         registered = self._models.registered
-        seen = self._assembly.generation, tuple(m.registration.placement_number for m in registered)
+        seen = self._assembly.generation, tuple(m.holders.placement_number for m in registered)
         if seen != self._seen:
             self._seen = seen
             present = {entry.member.incarnation for entry in self._assembly.roster}
@@ -216,7 +212,7 @@ class Reachability:
             self._reports = {pair: report for pair, report in self._reports.items() if present.issuperset(pair)}
             self._announced = {pair for pair in self._announced if present.issuperset(pair)}
             servers = self._servers()
-            holding = {rank for m in registered for h in m.registration.placement.counts for rank in h.complete}
+            holding = {rank for m in registered for h in m.holders.placement.counts for rank in h.complete}
             self._works.update(e.member.incarnation for e in servers if e.member.rank in holding)
             self._works.update([e.member.incarnation for e in servers if not self._to_show(e)])
             self._unshown = frozenset(e.member.rank for e in servers if e.member.incarnation not in self._works)
@@ -273,15 +269,14 @@ class Reachability:
             few = self._assembly.roster.count(Role.WORKER) <= needed
             return f"the job needs {needed} workers" if few else ""
         registered = self._models.registered
-        if not registered or not all(m.registration.parameters.initialized for m in registered):
+        if not registered or not all(m.holders.parameters.initialized for m in registered):
             return f"the job waits for what {entry.name} is to hold"
         only_copies = 0
         for model in registered:
-            r = model.registration
-            there = {s.member.rank for s in self._servers() if s is not entry and r.is_loaded(s.member)}
+            there = {s.member.rank for s in self._servers() if s is not entry and model.holders.is_loaded(s.member)}
             only_copies += sum(
                 count
-                for h, count in r.placement.counts.items()
+                for h, count in model.holders.placement.counts.items()
                 if entry.member.rank in h.complete and there.isdisjoint(h.complete)
             )
         return f"{only_copies} slices of {entry.name} have no other copy" if only_copies else ""
