@@ -67,7 +67,7 @@ class _Follower:
         self.queue.extend(items)
 
 
-class Forwarding:
+class BackupStreams:
     """The streams to the backups of one model's slices.
 
     Args:

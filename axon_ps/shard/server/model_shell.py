@@ -41,7 +41,7 @@ from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, ApplyTrace, Pin, VersionPins
 from axon_ps.shard.server.copying import Copying
 from axon_ps.shard.server.corruption import Corruptions
-from axon_ps.shard.server.forwarding import Forwarding
+from axon_ps.shard.server.forwarding import BackupStreams
 from axon_ps.shard.server.model_capacity import ModelCapacity, OutOfMemory
 from axon_ps.shard.server.model_values import ModelValues
 from axon_ps.shard.server.reports import Reports, ServerShell
@@ -121,7 +121,7 @@ class ModelShell:
         self.subscriptions = Subscriptions(self, limits or SubscriberLimits())
         self.values = ModelValues(number, self.engine, server, self._waiters, self.order, self.subscriptions.wake)
         self.corruptions = Corruptions(number, self.engine, server, lambda: self.values.served, self._wake_all)
-        self._forwarding: Forwarding | None = None
+        self._forwarding: BackupStreams | None = None
         self._copying: Copying | None = None
         self._pushing: set[asyncio.Task[Any]] = set()
         self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
@@ -249,7 +249,7 @@ class ModelShell:
             await self.capacity.configure(self.name, job.spec, job.optimizer, job.placement)
             self.values.served = job.epoch  # copies are of this epoch; the order of a restore follows
             if (links := self._server.links) is not None:
-                self._forwarding = Forwarding(self.number, self.engine, links, self.corruptions.report)
+                self._forwarding = BackupStreams(self.number, self.engine, links, self.corruptions.report)
                 work, epoch = self._server.off_loop, lambda: self.values.served
                 self._copying = Copying(self.number, self.engine, links, epoch, self._on_copied, reports, work)
             self._placed()
