@@ -161,11 +161,9 @@ class ModelShell:
         """
         self.order.on_event(event)
 
-    def _must_wait(self, event: Event | Averaging | Callable[[], None]) -> bool:
-        """Return True if an event or call must wait for the step that is being applied."""
-        if not self._applying:
-            return False
-        return self.engine.gradients.asynchronous or callable(event) or isinstance(event, Averaging)
+    def _must_wait(self, event: Event | Averaging) -> bool:
+        """Return True if an event must wait for the step that is being applied."""
+        return bool(self._applying) and (self.engine.gradients.asynchronous or isinstance(event, Averaging))
 
     def in_order(self, call: Callable[[], None]) -> None:
         """Call a function once all earlier events have been taken."""

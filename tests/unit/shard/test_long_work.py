@@ -23,7 +23,6 @@ from axon_ps.shard.core.wire_copy import WireCopy
 from axon_ps.shard.server import copying, model_shell, model_values
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.shell import ShardShell
-from axon_ps.shard.server.waiters import EventOrder
 from axon_ps.sharding.placement import Placement, Server, new_placement
 from axon_ps.types import Decision, DType, Member, Membership, Outcome, Role
 from axon_ps.wire.events import JobState, Ready, RestoreOrder
@@ -422,31 +421,3 @@ def test_restores_are_made_in_the_order_in_which_they_came(run: Run) -> None:
         assert job.model.values.served == 2
 
     run(body)
-
-
-@pytest.mark.parametrize("ends", [False, True], ids=["a call ends", "the server ends"])
-def test_events_that_wait_for_cancelled_work_are_taken_unless_the_server_ends(ends: bool) -> None:
-    async def test() -> None:
-        taken: list[int] = []
-        order: EventOrder[int] = EventOrder(taken.append, lambda event: False)
-
-        async def work() -> None:
-            async with order.begin_work():
-                await asyncio.Event().wait()
-
-        tasks = [asyncio.create_task(work()) for _ in range(2)]
-        await asyncio.sleep(0)
-        order.on_event(1)
-        order.call(lambda: order.on_event(2))
-        tasks[1].cancel()
-        await asyncio.wait([tasks[1]])
-        assert not taken, "the first one works on"
-        if ends:
-            order.stop()
-        tasks[0].cancel()
-        await asyncio.wait([tasks[0]])
-        assert order.idle.is_set()
-        order.on_event(3)
-        assert taken == ([] if ends else [1, 2, 3])
-
-    asyncio.run(test())
