@@ -246,12 +246,19 @@ class OwnedSlice:
         self.lacking = len(self.chunks.bounds)
         self._stored = bytearray(self.lacking)
 
-    def close(self) -> None:
-        """Release the mapped memory; workers that have mapped it may go on reading it."""
+    def close(self) -> list[Array | bytes]:
+        """Release the mapped memory; workers that have mapped it may go on reading it.
+
+        Returns:
+            The other memory, to be freed once nothing refers to this slice.
+        """
+        memory: list[Array | bytes] = [*self.wire.frames, *self.wire.feedback.values(), *self.master.arrays().values()]
+        memory += [a.array for a in self.accumulators if a.nbytes]
         self.withdraw()
         self._clear_queued(0)
         if self.wire.mapped is not None:
             self.wire.mapped.close()
+        return memory
 
     # ------------------------------------------------------------------ what is served
 
@@ -302,14 +309,21 @@ class OwnedSlice:
         else:
             memory.values[:] = self.master.values
 
-    def map(self, memory: MappedMemory) -> None:
-        """Use `memory`, written by `fill`, as the wire copy from now on; the values must not have changed since."""
+    def map(self, memory: MappedMemory) -> list[Array | bytes]:
+        """Use `memory`, written by `fill`, as the wire copy from now on; the values must not have changed since.
+
+        Returns:
+            The memory that it replaces, to be freed.
+        """
         assert not self.applying, "values that are being changed cannot move to other memory"
+        replaced: list[Array | bytes] = list(self.wire.frames)
         if not self.wire.is_cast:
+            replaced.append(self.master.values)
             self.master.values = memory.values
         self.wire.mapped = memory
         self.wire.drop_frames()
         self._publish_mapped()
+        return replaced
 
     def _publish_mapped(self) -> None:
         if self.wire.mapped is not None:
@@ -434,7 +448,7 @@ class OwnedSlice:
         self.speculative.discard()
         if self.wire.mapped is not None:  # workers may still read it, at its version
             if not self.wire.is_cast:
-                self.master.values = np.zeros_like(self.master.values)
+                self.master.values = np.zeros(self.chunks.numel, np.float32)  # takes no memory yet
             self.wire.mapped.close()
             self.wire.mapped = None
         self.withdraw()

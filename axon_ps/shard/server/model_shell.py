@@ -42,7 +42,7 @@ from axon_ps.shard.server.apply import ApplyPool, ApplyTrace, Pin, VersionPins
 from axon_ps.shard.server.copying import Copying
 from axon_ps.shard.server.corruption import Corruptions
 from axon_ps.shard.server.forwarding import BackupStreams
-from axon_ps.shard.server.model_capacity import ModelCapacity, OutOfMemory
+from axon_ps.shard.server.model_capacity import ModelCapacity, OutOfMemory, free_slices
 from axon_ps.shard.server.model_values import ModelValues
 from axon_ps.shard.server.reports import Reports, ServerShell
 from axon_ps.shard.server.subscriptions import SubscriberLimits, Subscriptions
@@ -149,7 +149,7 @@ class ModelShell:
         await self.order.idle.wait()
         self.stop()
         await self.close()
-        await self._server.off_loop(partial(_close, self.engine.release()))
+        await self._server.off_loop(partial(free_slices, self.engine.release()))
 
     # ------------------------------------------------------------------ events from the coordinator
 
@@ -260,7 +260,7 @@ class ModelShell:
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
             removed = [owned for owned in await self.capacity.set_placement(job.placement) if not owned.applying]
             self._placed()
-            await self._server.off_loop(partial(_close, removed))
+            await self._server.off_loop(partial(free_slices, removed))
 
     def _placed(self) -> None:
         """Apply a new placement: repeat reports, and begin and end streams to other servers."""
@@ -326,7 +326,7 @@ class ModelShell:
         owned.finish()
         self.corruptions.report(owned)
         if self.engine.slices.get(owned.number) is not owned:  # it was removed meanwhile
-            self._server.start(self._server.off_loop(partial(_close, [owned])))
+            self._server.start(self._server.off_loop(partial(free_slices, [owned])))
         self.pins.notify()
         self._waiters.wake_unit(owned.chunks.unit)
         self._applying -= 1
@@ -579,12 +579,6 @@ class ModelShell:
         if owned.reached != version and not frozen:
             raise StepAborted(f"slice {number} is at version {owned.reached}; version {version} was asked for")
         return owned
-
-
-def _close(slices: list[OwnedSlice]) -> None:
-    """Free slices one after the other; this list must have the last references."""
-    while slices:
-        slices.pop().close()
 
 
 class Pushing:

@@ -22,12 +22,13 @@ from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.core.wire_copy import WireCopy
 from axon_ps.shard.server import copying, model_shell, model_values
 from axon_ps.shard.server.links import Links
+from axon_ps.shard.server.model_capacity import FREED_NUMEL, free
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.placement import Placement, Server, new_placement
 from axon_ps.types import Decision, DType, Member, Membership, Outcome, Role
 from axon_ps.wire.events import JobState, Ready, RestoreOrder
 from axon_ps.wire.v1.common_pb2 import CallContext
-from engine_driver import job_of, layout_of, one_group
+from engine_driver import Servers, job_of, layout_of, one_group
 
 HANG_S = 120.0
 LAYOUT = layout_of([20_000], [20_000])
@@ -286,6 +287,69 @@ def test_a_unit_is_mapped_beside_what_else_a_server_does_and_no_step_begins_mean
         np.testing.assert_array_equal(owned.master.values, before - 1.0)
 
     run(body)
+
+
+@pytest.mark.parametrize("param", [DType.F32, DType.BF16], ids=lambda dtype: dtype.value)
+def test_what_a_mapping_replaces_is_freed_beside_what_else_a_server_does(run: Run, param: DType) -> None:
+    spec = job_of(LAYOUT, chunk_numel=16_384, min_slice_numel=1 << 20, param=param)
+
+    async def body(job: Job) -> None:
+        await job.configured(copies=1, spec=spec, placement=new_placement(spec.plan(1), [BOTH[0]], 1))
+        await job.upload()
+        owned = job.model.engine.slices[0]
+        before = [*owned.wire.frames, *([owned.master.values] if param is DType.F32 else [])]
+        freed: list[Any] = []
+
+        def free(memory: list[Any]) -> None:
+            freed.extend(memory)
+
+        job.patch.setattr(model_values, "free", free)
+        async with job.long(model_values, "free"):
+            mapping = asyncio.ensure_future(job.model.values.mapped(owned))
+        assert await mapping is owned.wire.mapped
+        assert [id(each) for each in freed] == [id(each) for each in before]
+
+    run(body)
+
+
+class Counted:
+    """An array that counts how much of it is freed at a time."""
+
+    def __init__(self, numel: int) -> None:
+        self.size = numel
+        self.freed: list[int] = []
+
+    def resize(self, numel: int) -> None:
+        self.freed.append(self.size - numel)
+        self.size = numel
+
+
+def test_memory_is_freed_a_piece_at_a_time_however_much_it_is() -> None:
+    large, small = Counted(5 * FREED_NUMEL + 1), Counted(FREED_NUMEL)
+    memory: list[Any] = [large, small, b"a frame"]
+    free(memory)
+    assert not memory
+    assert large.freed == [FREED_NUMEL] * 5
+    assert (large.size, small.freed) == (1, [])
+
+
+def test_memory_that_is_read_elsewhere_is_not_freed() -> None:
+    values = np.ones(2 * FREED_NUMEL, np.float32)
+    free([values[:], values])
+    assert values.size == 2 * FREED_NUMEL
+    assert values[-1] == 1.0
+
+
+def test_a_slice_gives_all_its_memory_to_be_freed() -> None:
+    made = Servers(job_of(LAYOUT), optimizer=one_group(LAYOUT, "adam", lr=1.0))
+    made.upload([np.zeros(20_000, np.float32)] * 2)
+    (engine,) = made.engines
+    owned = engine.slices[0]
+    sizes = owned.memory()
+    assert sum(each.nbytes if isinstance(each, np.ndarray) else len(each) for each in owned.close()) == sum(
+        sizes.values()
+    )
+    assert not owned.wire.frames
 
 
 class Stream:
