@@ -55,13 +55,13 @@ class ShardServicer:
     async def all_gather(self, context: ServerStream) -> None:
         """Serve gathers, one after the other."""
         while (request := await self._idle.next(context.read())) is not EOF:
-            tracer, calling = self._shell.tracer, self._shell.calling(request.context.incarnation)
+            tracer, calling = self._shell.tracer, self._shell.fence.calling(request.context.incarnation)
             with calling, tracer.serving("gather", request.context.traceparent) as span:
                 await self._gather(request, context, span)
 
     async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None) -> None:
         """Send chunks of a range, once the unit is at the version asked for."""
-        shell, member = await self._shell.fence(request.context)
+        shell, member = await self._shell.fence.worker(request.context)
         engine, generation = shell.engine, request.context.generation
         if span is not None:
             span.attributes.update(self._about(shell, member, request.unit), version=request.min_version)
@@ -180,7 +180,7 @@ class ShardServicer:
         """Serve pushes, one after the other."""
         while (message := await self._idle.next(context.read())) is not EOF:
             header, payload = _first(message)
-            tracer, calling = self._shell.tracer, self._shell.calling(header.context.incarnation)
+            tracer, calling = self._shell.tracer, self._shell.fence.calling(header.context.incarnation)
             with calling, tracer.serving("push", header.context.traceparent) as span:
                 reply = await self._push(message, header, payload, context, span)
             await context.write(reply)
@@ -189,7 +189,7 @@ class ShardServicer:
         self, message: Any, header: common_pb2.Chunk, payload: memoryview, context: ServerStream, span: Span | None
     ) -> shard_pb2.ReduceScatterReply:
         """Add gradient chunks of one replica. See Note: [Two kinds of first message]."""
-        shell, member = await self._shell.fence(header.context)
+        shell, member = await self._shell.fence.worker(header.context)
         engine = shell.engine
         if span is not None:
             span.attributes.update(self._about(shell, member, header.unit), attempt=header.step)
@@ -233,7 +233,7 @@ class ShardServicer:
     async def _store(self, message: Any, context: ServerStream) -> shard_pb2.UploadReply:
         """Store first values of a slice, f32."""
         header, payload = _first(message)
-        shell, _ = await self._shell.fence(header.context)
+        shell, _ = await self._shell.fence.worker(header.context)
         engine, epoch, unit = shell.engine, header.epoch, header.unit
         position, end = _range_of(engine, header)
         await shell.wait_withdrawn(epoch, header.context.generation)
@@ -255,7 +255,7 @@ class ShardServicer:
         if message is EOF:
             return
         header, payload = _first(message)
-        shell, member = await self._shell.fence_server(header.context)
+        shell, member = await self._shell.fence.server(header.context)
         placement = header.context.placement
         with shell.pushing(header.context.generation):
             while message is not EOF:
@@ -271,13 +271,13 @@ class ShardServicer:
                 if message is not EOF:
                     header, payload = decode_chunk(message)
                     if header.HasField("context"):
-                        await self._shell.fence_server(header.context)
+                        await self._shell.fence.server(header.context)
                         placement = header.context.placement
 
     async def copy(self, context: ServerStream) -> None:
         """Send all of a slice to a server that becomes a holder."""
         while (request := await self._idle.next(context.read())) is not EOF:
-            shell, _ = await self._shell.fence_server(request.context)
+            shell, _ = await self._shell.fence.server(request.context)
             generation = request.context.generation
             owned = await shell.copy_of(request.slice, request.version, request.epoch, generation)
             async for chunk in copying.chunks(shell.engine, owned):
@@ -290,11 +290,11 @@ class ShardServicer:
 
     async def subscribe(self, context: ServerStream) -> None:
         """Serve versions of a model to a caller that need not be a member."""
-        await subscriptions.serve(self._shell, self._idle, context)
+        await subscriptions.serve(self._shell.fence, self._shell.pacer, self._idle, context)
 
     async def handshake(self, request: shard_pb2.HandshakeRequest, context: Any) -> shard_pb2.HandshakeReply:
         """Return the socket address for a worker or server of this host, so that memory can be shared."""
-        member = await self._shell.fence_member(request.context)
+        member = await self._shell.fence.member(request.context)
         return self._shell.same_host.handshake(member.id)
 
     async def echo(self, context: ServerStream) -> None:

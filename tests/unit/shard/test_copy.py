@@ -303,7 +303,7 @@ def test_what_is_released_is_freed_once_nobody_copies_from_it_and_is_refused_the
         np.testing.assert_array_equal(job.values(1), OTHERS[0])
         context = CallContext(job="j", generation=1, incarnation="w")
         with pytest.raises(Misuse, match="model 'm0' was released"):
-            await job.shell.fence(context)
+            await job.shell.fence.worker(context)
         while source.engine.slices:
             await asyncio.sleep(0)
         assert job.shell.statistics()["master_bytes"] == 4 * sum(v.size for v in VALUES)

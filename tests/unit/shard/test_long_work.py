@@ -126,7 +126,7 @@ class Job:
         assert "slice_bytes" in self.shell.measures()
         engine = self.shell.model(1).engine
         context = CallContext(job="j", generation=engine.generation, incarnation="w", model=1)
-        model, member = await self.shell.fence(context)
+        model, member = await self.shell.fence.worker(context)
         assert (model.number, member.rank) == (1, 0)
         await self.push(1, engine.step)
 
@@ -178,7 +178,7 @@ def test_a_model_is_made_beside_what_else_a_server_does(run: Run, owner: Any, na
             job.shell.on_event(job.state(0))
             await work.began.wait()
             assert job.model.order.is_busy
-            caller = asyncio.ensure_future(job.shell.fence(CALLER))
+            caller = asyncio.ensure_future(job.shell.fence.worker(CALLER))
             await asyncio.sleep(0)
             if name != "add_moments":  # before that, nothing is known to callers
                 assert not caller.done(), "it is not there yet"
@@ -192,13 +192,13 @@ def test_a_model_is_made_beside_what_else_a_server_does(run: Run, owner: Any, na
 def test_a_caller_waits_for_a_model_that_is_being_made_as_long_as_that_takes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("axon_ps.shard.server.shell.FENCE_S", 0.0)
+    monkeypatch.setattr("axon_ps.shard.server.calls.fence.FENCE_S", 0.0)
 
     async def body(job: Job) -> None:
         async with job.long(shared_memory, "_populate") as work:
             job.shell.on_event(job.state(0))
             await work.began.wait()
-            caller = asyncio.ensure_future(job.shell.fence(CALLER))
+            caller = asyncio.ensure_future(job.shell.fence.worker(CALLER))
             for _ in range(10):
                 await asyncio.sleep(0)
             assert not caller.done()
@@ -219,7 +219,7 @@ def test_what_is_decided_about_a_model_that_is_being_made_waits_in_order(run: Ru
             assert job.model.engine.generation == 1
             assert not called
             with pytest.raises(GenerationChanged):
-                await job.shell.fence(CALLER)
+                await job.shell.fence.worker(CALLER)
         assert called == [2]
         assert job.model.engine.generation == 3
 
