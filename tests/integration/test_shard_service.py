@@ -563,7 +563,7 @@ def test_a_new_generation_ends_waits_for_values() -> None:
     async def run() -> None:
         async with job(SPEC) as j:
             shell = j.shells[0].model()
-            waits = [asyncio.create_task(w) for w in (shell.unchanging(0, 0, 1), shell.wait_withdrawn(1, 1))]
+            waits = [asyncio.create_task(w) for w in (shell.reads.unchanging(0, 0, 1), shell.wait_withdrawn(1, 1))]
             await asyncio.sleep(0)
             j.regenerate()
             for wait in waits:

@@ -208,9 +208,9 @@ PLANTS: Final = (
     ),
     Plant(
         "an old version is served for a new one",
-        _MODEL_SHELL,
-        "self.engine.parameters.available(unit, begin, min_version)",
-        "self.engine.parameters.available(unit, begin, 0)",
+        "shard/server/calls/reads.py",
+        "self._engine.parameters.available(unit, begin, min_version)",
+        "self._engine.parameters.available(unit, begin, 0)",
     ),
     Plant(
         "a call that is cancelled loses the events that wait for its work",

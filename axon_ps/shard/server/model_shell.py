@@ -25,20 +25,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from axon_ps.compress import cast
-from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
+from axon_ps.errors import AxonError, GenerationChanged, Misuse
 from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
 from axon_ps.observe.work import Work
-from axon_ps.rpc.limits import MAX_NEWER
 from axon_ps.shard.core import queued
 from axon_ps.shard.core.engine import ShardEngine
-from axon_ps.shard.core.gradients import Push, PushedAt
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, ApplyTrace, Pin, VersionPins
+from axon_ps.shard.server.calls.gradients import GradientCalls
+from axon_ps.shard.server.calls.reads import Reads
 from axon_ps.shard.server.copying import Copying
 from axon_ps.shard.server.corruption import Corruptions
 from axon_ps.shard.server.forwarding import BackupStreams
@@ -48,9 +47,8 @@ from axon_ps.shard.server.reports import Reports, ServerShell
 from axon_ps.shard.server.subscriptions import SubscriberLimits, Subscriptions
 from axon_ps.shard.server.waiters import EventOrder, Waiters
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
+from axon_ps.types import Array, Decision, DType, Member, Membership
 from axon_ps.wire.events import Event, JobState, Ready, RestoreOrder, SnapshotFile
-from axon_ps.wire.v1.common_pb2 import Chunk
 
 _logger = logging.getLogger(__name__)
 
@@ -90,6 +88,8 @@ class ModelShell:
         subscriptions: to this model.
         values: the sources of its values.
         corruptions: the handling of corrupt memory.
+        gradients: the calls that bring gradients.
+        reads: the calls that read values.
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until it is known.
@@ -123,7 +123,10 @@ class ModelShell:
         self.corruptions = Corruptions(number, self.engine, server, lambda: self.values.served, self._wake_all)
         self._forwarding: BackupStreams | None = None
         self._copying: Copying | None = None
-        self._pushing: set[asyncio.Task[Any]] = set()
+        self.gradients = GradientCalls(
+            self.engine, self._waiters, self.corruptions.report, self.check_generation, self._summed, self._report_ready
+        )
+        self.reads = Reads(self, server, self._waiters)
         self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
         self._released = False
 
@@ -142,8 +145,7 @@ class ModelShell:
     async def release(self) -> None:
         """End everything under way and free the memory, after the job has released the model."""
         self._released = True
-        for task in self._pushing:
-            task.cancel()
+        self.gradients.end()
         self._waiters.wake_all()
         self.subscriptions.wake()
         await self.order.idle.wait()
@@ -209,8 +211,7 @@ class ModelShell:
         if membership.generation > self.engine.generation:
             step, version = membership.progress(self.number)
             self.engine.membership(membership.generation, step, version, numbered.num_replicas)
-            for task in self._pushing:
-                task.cancel()
+            self.gradients.end()
             if self._forwarding is not None and self._copying is not None:
                 self._forwarding.restart()
                 self._copying.restart()
@@ -340,6 +341,11 @@ class ModelShell:
             self._report_ready()
             self.order.end()
 
+    def _summed(self, owned: OwnedSlice, index: int, accumulator: int) -> None:
+        if self._forwarding is not None:
+            self._forwarding.completed(owned, index, accumulator)
+        self._report_ready()
+
     def _report_ready(self) -> None:
         engine = self.engine
         for replica, step in engine.gradients.complete():
@@ -410,10 +416,6 @@ class ModelShell:
                 f"generation {generation} is over; the current one is {self.engine.generation}", self.engine.generation
             )
 
-    def has_ended(self, generation: int) -> bool:
-        """Return True if `check_generation` raises for it."""
-        return self._released or self.engine.generation != generation
-
     def check_released(self) -> None:
         """Check that the model was not released.
 
@@ -422,200 +424,6 @@ class ModelShell:
         """
         if self._released:
             raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
-
-    def pushing(self, generation: int) -> Pushing:
-        """Return the context of a stream of gradients in the calling task; the stream ends with the generation."""
-        return Pushing(self, generation, self._pushing)
-
-    async def push(self, at: PushedAt, dtype: DType, grad: Array | None, *, borrowed: bool = False) -> bool:
-        """Add a gradient chunk in replica order, or queue it; False for a duplicate. See `GradientSums.push`."""
-        gradients, (_, unit, offset, replica) = self.engine.gradients, at
-        while (done := gradients.push(*at, dtype, grad, borrowed=borrowed)) is Push.WAIT:
-            self.corruptions.report(self.engine.slices.of(unit, offset))
-            await self._waiters.wait(unit, offset, replica)
-        if done is Push.SUMMED:
-            owned, order, complete = gradients.next_in_order(unit, offset, replica)
-            self._waiters.wake_replica(unit, offset, order)
-            self.corruptions.report(owned)
-            if complete and self._forwarding is not None:
-                self._forwarding.completed(owned, owned.chunks.index_of(offset), gradients.accumulator_of(replica))
-            if complete:
-                self._report_ready()
-        return done is not Push.DUPLICATE
-
-    async def push_sum(self, header: Chunk, total: Array | None, placement: int) -> bool:
-        """Take a chunk of a sum from the primary; returns False if it is a duplicate or useless by now.
-
-        Raises:
-            Broken: its digest does not match.
-            SliceMoved: this server is not a backup by `placement`, the number of the primary's placement.
-        """
-        at = header.step, header.unit, header.offset, header.replica
-        digest = header.digest if header.HasField("digest") else None
-        try:
-            while (done := self.engine.gradients.push_sum(*at, total, digest)) is Push.WAIT:
-                await self._waiters.wait(header.unit)
-        except StepAborted:
-            return False
-        except SliceMoved:
-            assert self.engine.placement is not None
-            if placement < self.engine.placement.number:
-                return False
-            raise
-        if done is Push.DUPLICATE:
-            return False
-        self._report_ready()
-        return True
-
-    async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
-        """Record that a replica has no gradient for some chunks of a unit; returns the number of new ones."""
-        chunks = self.engine.slices.of(unit, offset).chunks
-        first, last = chunks.range_of(offset, offset + numel)
-        dtype, new = self.engine.gradients.dtype, 0
-        for at, _ in chunks.bounds[first:last]:
-            new += await self.push((step, unit, at, replica), dtype, None)
-            await asyncio.sleep(0)  # each chunk may complete a sum
-        return new
-
-    async def available(self, unit: int, begin: int, epoch: int, min_version: int, generation: int) -> None:
-        """Wait until the slice with an element can be served at `min_version` of `epoch` or later.
-
-        Versions grow only within an epoch. The caller may learn of a restore before or after this server.
-
-        Raises:
-            InvalidRequest: the version is too far ahead of the model's.
-            GenerationChanged: the generation ended meanwhile.
-            StepAborted: the parameters are of a later epoch.
-            SliceMoved: the slice is not here.
-        """
-        _check_version(self, min_version)
-        while True:
-            if epoch < self.values.served:
-                raise StepAborted(
-                    f"the model was restored: the parameters are of epoch {self.values.served}, no longer {epoch}"
-                )
-            if epoch == self.values.served and self.engine.parameters.available(unit, begin, min_version):
-                return
-            await self._waiters.wait(unit)
-            self.check_generation(generation)
-
-    async def frames(self, unit: int, begin: int, end: int, generation: int) -> tuple[bytes, ...]:
-        """Return the frames of a range that is `available`, if parameters are not sent as differences.
-
-        They are made now if they do not exist yet.
-
-        Raises:
-            InvalidRequest: the range does not begin and end where chunks of this server do.
-            GenerationChanged: the generation ended meanwhile.
-            SliceMoved: the slice is not here, or is corrupt.
-        """
-        parameters = self.engine.parameters
-        if self.engine.slices.of(unit, begin).wire.frames:
-            return parameters.frames(unit, begin, end)
-        owned = await self.unchanging(unit, begin, generation)
-        async with self.order.begin_work():
-            self.engine.counters["encodings"] += await self._server.off_loop(owned.ensure_frames)
-            owned.refuse_corrupt()  # another check may have found corruption meanwhile
-            return parameters.frames(unit, begin, end)
-
-    async def prepared(
-        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], generation: int
-    ) -> bytes:
-        """Return the speculative frame of one chunk, once it can be made. See `ShardEngine.prepare_chunk`.
-
-        Raises:
-            GenerationChanged: the generation ended meanwhile.
-            SliceMoved: the slice is not here any more.
-        """
-        engine = self.engine
-        scratch = engine.scratch()
-        offset = owned.chunks.bounds[index][0]
-        try:
-            if step < engine.step and owned.lacks_frames:
-                await self.frames(owned.chunks.unit, owned.chunks.begin, owned.chunks.end, generation)
-            while (frame := engine.prepare_chunk(step, owned, index, hypers, scratch)) is None:
-                await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas)
-                self.check_generation(generation)
-                engine.slices.of(owned.chunks.unit, offset)
-        finally:
-            self.corruptions.report(owned)
-        return frame
-
-    async def unchanging(self, unit: int, begin: int, generation: int, version: int = 0) -> OwnedSlice:
-        """Wait until a slice has values at `version` or later, and no step is being applied to it.
-
-        Its frames may be served earlier.
-
-        Raises:
-            GenerationChanged: the generation ended meanwhile.
-            SliceMoved: the slice is not here.
-        """
-        while (owned := self.engine.slices.of(unit, begin)).applying or not self.engine.parameters.available(
-            unit, begin, version
-        ):
-            await self._waiters.wait(unit)
-            self.check_generation(generation)
-        return owned
-
-    async def copy_of(self, number: int, version: int, epoch: int, generation: int) -> OwnedSlice:
-        """Return the slice with a number, once it is at the version that another server wants to copy.
-
-        Raises:
-            InvalidRequest: there is no such slice.
-            SliceMoved: it is not here.
-            StepAborted: it is past that version or epoch.
-        """
-        spec, placement = self.engine.spec, self.engine.placement
-        assert spec is not None
-        assert placement is not None
-        slices = spec.plan(placement.num_cuts).numbered
-        if number >= len(slices):
-            raise InvalidRequest(f"there is no slice {number}; the model has {len(slices)}")
-        wanted = slices[number]
-        await self.available(wanted.unit, wanted.begin, epoch, 0, generation)
-        frozen = not spec.layout.units[wanted.unit].trainable
-        owned = await self.unchanging(wanted.unit, wanted.begin, generation, 0 if frozen else version)
-        await self.corruptions.verify(owned)
-        if owned.reached != version and not frozen:
-            raise StepAborted(f"slice {number} is at version {owned.reached}; version {version} was asked for")
-        return owned
-
-
-class Pushing:
-    """The context of a stream of gradients.
-
-    Raises:
-        GenerationChanged: the generation ended.
-        Misuse: the model was released.
-    """
-
-    __slots__ = ("_generation", "_model", "_task", "_tasks")
-
-    def __init__(self, model: ModelShell, generation: int, tasks: set[asyncio.Task[Any]]) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._model, self._generation, self._task, self._tasks = model, generation, task, tasks
-
-    def __enter__(self) -> None:
-        self._tasks.add(self._task)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._tasks.discard(self._task)
-        if isinstance(error, asyncio.CancelledError) and self._model.has_ended(self._generation):
-            self._task.uncancel()
-            self._model.check_generation(self._generation)
-
-
-def _check_version(model: ModelShell, version: int) -> None:
-    """Check that a version is not too far ahead of the model's.
-
-    Raises:
-        InvalidRequest: it is.
-    """
-    if version > model.engine.version + MAX_NEWER:
-        raise InvalidRequest(
-            f"version {version} of model {model.name!r} was asked for; it is at {model.engine.version}"
-        )
 
 
 def _ready(model: ModelShell, step: int, sums_of_squares: tuple[float, ...], replica: int) -> Ready:

@@ -210,7 +210,7 @@ class Job:
         for unit, owned in self.slices(0).items():
             for begin, end in owned.chunks.bounds:
                 whole = np.full(end - begin, grad, np.float32)
-                await self.shell.model(0).push((self.steps[0], unit, begin, 0), DType.F32, whole)
+                await self.shell.model(0).gradients.push((self.steps[0], unit, begin, 0), DType.F32, whole)
         while (0, self.steps[0]) not in self.reports.readied:
             await asyncio.sleep(0)
         self.decide(0)

@@ -119,7 +119,7 @@ class Job:
         for owned in self.shell.model(model).engine.slices.primaries:
             for begin, end in owned.chunks.bounds:
                 grad = np.ones(end - begin, np.float32)
-                await self.shell.model(model).push((step, owned.chunks.unit, begin, 0), DType.F32, grad)
+                await self.shell.model(model).gradients.push((step, owned.chunks.unit, begin, 0), DType.F32, grad)
 
     async def others_are_served(self) -> None:
         """Do what goes on beside: a heartbeat's figures, a fenced call, a push to the other model."""
@@ -243,7 +243,7 @@ def test_first_values_are_published_beside_what_else_a_server_does(run: Run, own
             assert not job.model.engine.parameters.available(0, 0, 0)
         await uploading
         assert job.reports.initialized_at.count((0, 0)) == 1
-        frames = await job.model.frames(0, 0, 20_000, 1)
+        frames = await job.model.reads.frames(0, 0, 20_000, 1)
         assert len(frames) == 2
 
     run(body)
@@ -257,7 +257,7 @@ def test_a_backup_makes_the_frames_that_somebody_asks_for_beside_what_else_it_do
         unit, end = owned.chunks.unit, owned.chunks.end
         asked = []
         async with job.long(WireCopy, "encode_all") as work:
-            asked = [asyncio.ensure_future(job.model.frames(unit, 0, end, 1)) for _ in range(2)]
+            asked = [asyncio.ensure_future(job.model.reads.frames(unit, 0, end, 1)) for _ in range(2)]
             await work.began.wait()
         first, second = await asyncio.gather(*asked)
         assert first == second
@@ -443,7 +443,7 @@ def test_a_call_that_is_cancelled_ends_when_the_thread_has(run: Run) -> None:
         await job.upload()
         owned = next(s for s in job.model.engine.slices.values() if not s.primary)
         async with job.long(WireCopy, "encode_all") as work:
-            asked = asyncio.ensure_future(job.model.frames(owned.chunks.unit, 0, owned.chunks.end, 1))
+            asked = asyncio.ensure_future(job.model.reads.frames(owned.chunks.unit, 0, owned.chunks.end, 1))
             await work.began.wait()
             job.shell.on_event(replace(job.membership, generation=2))
             for _ in range(2):
