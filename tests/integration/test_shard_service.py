@@ -135,7 +135,7 @@ def test_a_range_is_near_if_every_server_that_has_some_of_it_is_on_this_host() -
             here, away = j.membership.shards
             shards = (here, dataclasses.replace(away, node="elsewhere"))
             j.groups[0].set_members(dataclasses.replace(j.membership, shards=shards))
-            near = j.groups[0].is_near
+            near = j.groups[0].routes.is_near
             first, second = SPEC.plan(2).slices[0]
             assert not near(0, first.begin, first.end)  # nothing is known of either yet
             await j.gather(0, 0)

@@ -14,7 +14,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import Array, OptimizerSpec
 
-FREED_NUMEL: Final = 8 << 20
+RELEASED_NUMEL: Final = 8 << 20
 """Elements of an array that are freed at a time."""
 
 _logger = logging.getLogger(__name__)
@@ -122,8 +122,8 @@ def free(memory: list[Array | bytes]) -> None:
     stands still in any thread. An array is freed from its end.
     """
     while memory:
-        part = memory.pop()
-        if not isinstance(part, bytes):
+        item = memory.pop()
+        if not isinstance(item, bytes):
             with contextlib.suppress(ValueError):  # it is still read elsewhere, or frees itself (`host.shared_memory`)
-                while part.size > FREED_NUMEL:
-                    part.resize(part.size - FREED_NUMEL)
+                while item.size > RELEASED_NUMEL:
+                    item.resize(item.size - RELEASED_NUMEL)

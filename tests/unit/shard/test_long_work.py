@@ -22,7 +22,7 @@ from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.core.wire_copy import WireCopy
 from axon_ps.shard.server import copying, model_shell, model_values
 from axon_ps.shard.server.links import Links
-from axon_ps.shard.server.model_capacity import FREED_NUMEL, free
+from axon_ps.shard.server.model_capacity import RELEASED_NUMEL, free
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.placement import Placement, Server, new_placement
 from axon_ps.types import Decision, DType, Member, Membership, Outcome, Role
@@ -325,18 +325,18 @@ class Counted:
 
 
 def test_memory_is_freed_a_piece_at_a_time_however_much_it_is() -> None:
-    large, small = Counted(5 * FREED_NUMEL + 1), Counted(FREED_NUMEL)
+    large, small = Counted(5 * RELEASED_NUMEL + 1), Counted(RELEASED_NUMEL)
     memory: list[Any] = [large, small, b"a frame"]
     free(memory)
     assert not memory
-    assert large.freed == [FREED_NUMEL] * 5
+    assert large.freed == [RELEASED_NUMEL] * 5
     assert (large.size, small.freed) == (1, [])
 
 
 def test_memory_that_is_read_elsewhere_is_not_freed() -> None:
-    values = np.ones(2 * FREED_NUMEL, np.float32)
+    values = np.ones(2 * RELEASED_NUMEL, np.float32)
     free([values[:], values])
-    assert values.size == 2 * FREED_NUMEL
+    assert values.size == 2 * RELEASED_NUMEL
     assert values[-1] == 1.0
 
 
