@@ -177,9 +177,9 @@ PLANTS: Final = (
     ),
     Plant(
         "a backup applies nothing",
-        "shard/core/slices.py",
-        "        assert self._update is not None\n",
-        "        if not self.primary:\n            return\n",
+        "shard/server/apply.py",
+        "    assert owned.change is not None\n",
+        "    if not owned.primary:\n        return\n    assert owned.change is not None\n",
     ),
     Plant(
         "a server is ready while a slice is still being copied",

@@ -268,8 +268,8 @@ class ShardEngine:
     def decide(self, decision: Decision) -> list[OwnedSlice]:
         """Take the coordinator's decision; returns the slices to apply, in forward order (none unless it commits).
 
-        Then run `OwnedSlice.apply` (`copy`, if it commits a copy) on every chunk of each, and `finish`. A repeated
-        decision changes nothing.
+        Then run `SliceChange.apply` (`copy`, if it commits a copy) on every chunk of each, and `OwnedSlice.finish`. A
+        repeated decision changes nothing.
 
         Raises:
             InternalError: it commits a step whose gradients are not all here, or without an optimizer.

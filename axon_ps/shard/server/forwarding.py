@@ -197,7 +197,9 @@ class BackupStreams:
         for item in list(self._complete(follower.slices)):
             if self._is_wanted(item, follower):
                 owned = self._engine.slices[item.slice]
-                if not owned.check_gradient(item.number, item.index):
+                accumulator = owned.accumulators[item.number]
+                owned.corruptions += accumulator.check((item.index,))
+                if accumulator.spoiled:
                     self._corrupt(owned)
             await asyncio.sleep(0)  # there may be GiBs to check
 

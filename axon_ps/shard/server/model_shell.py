@@ -8,7 +8,7 @@ Note: [In order]
     A decision may arrive while an earlier one is applied if it needs no report of this server first: replicas step
     asynchronously, or another model's values are copied. It is queued, and all later events about the model are queued
     behind it. Calls that need the model in its state between two events, a snapshot of it or a copy from it, are queued
-    in the same order (`in_order`).
+    in the same order (`EventOrder.call`).
 
 Note: [Long work]
     Work that takes long, because a slice may have GiBs, runs in a thread (`ServerShell.off_loop`), so that the event
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -166,10 +166,6 @@ class ModelShell:
     def _must_wait(self, event: Event | Averaging) -> bool:
         """Return True if an event must wait for the step that is being applied."""
         return bool(self._applying) and (self.engine.gradients.asynchronous or isinstance(event, Averaging))
-
-    def in_order(self, call: Callable[[], None]) -> None:
-        """Call a function once all earlier events have been taken."""
-        self.order.call(call)
 
     @property
     def published(self) -> tuple[int, int] | None:
@@ -317,8 +313,9 @@ class ModelShell:
 
         def copy(owned: OwnedSlice, first: int, last: int, scratch: Array) -> None:
             theirs = slices[owned.number]
+            assert owned.change is not None
             if source.pins.wait_until(lambda: theirs.reached >= version):
-                owned.copy(first, last, theirs, weight, scratch)
+                owned.change.copy(first, last, theirs, weight, scratch)
 
         self._copy = source, pin
         self._pool.start(targets, copy)

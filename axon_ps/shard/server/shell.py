@@ -202,7 +202,7 @@ class ShardShell:
         assert decision.copy is not None
         source, version = self.model(decision.copy.source), decision.copy.version
         pinned: asyncio.Future[Pin] = asyncio.get_running_loop().create_future()
-        source.in_order(lambda: pinned.set_result(source.pin_for_copy(version)))
+        source.order.call(lambda: pinned.set_result(source.pin_for_copy(version)))
         self.model(decision.model).on_event(Averaging(decision, source, pinned))
 
     def _release(self, event: JobState) -> None:
@@ -221,7 +221,7 @@ class ShardShell:
         for number, version in sorted(versions.items()):
             pinned = pins[number] = asyncio.get_running_loop().create_future()
             model = self.model(number)
-            model.in_order(lambda m=model, v=version, p=pinned: p.set_result(m.pins.pin(v)))  # type: ignore[misc]
+            model.order.call(lambda m=model, v=version, p=pinned: p.set_result(m.pins.pin(v)))  # type: ignore[misc]
         self.start(self._snapshot(order, versions, pins))
 
     async def _snapshot(

@@ -132,7 +132,7 @@ class Server(Client):
             return False
         owned = self.slices.pop(0)
         for index in range(len(owned.chunks.bounds)):
-            owned.apply(index, index + 1, self.engine.scratch())
+            owned.change.apply(index, index + 1, self.engine.scratch())
         owned.finish()
         if not self.slices:
             self.report()

@@ -183,5 +183,5 @@ def apply(engine: ShardEngine, decision: Decision) -> None:
     for owned in engine.decide(decision):
         chunks = len(owned.chunks.bounds)
         for first in range(0, chunks, 2):
-            owned.apply(first, min(first + 2, chunks), scratch)
+            owned.change.apply(first, min(first + 2, chunks), scratch)
         owned.finish()

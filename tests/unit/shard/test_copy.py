@@ -59,7 +59,7 @@ def copied(target: Servers, source: Servers, weight: float) -> None:
     for engine, other in zip(target.engines, source.engines, strict=True):
         for owned in engine.decide(decision):
             for index in range(len(owned.chunks.bounds)):
-                owned.copy(index, index + 1, other.slices[owned.number], weight, engine.scratch())
+                owned.change.copy(index, index + 1, other.slices[owned.number], weight, engine.scratch())
             owned.finish()
 
 
@@ -133,7 +133,7 @@ def test_a_mapped_unit_is_withdrawn_while_it_is_copied_and_says_its_version_then
         assert not shared.lease(0, 1).tag % VERSIONS
         for number, owned in engine.slices.items():
             chunks = len(owned.chunks.bounds)
-            owned.copy(0, chunks, other.slices[number], 1.0, engine.scratch(chunks))
+            owned.change.copy(0, chunks, other.slices[number], 1.0, engine.scratch(chunks))
             owned.finish()
         np.testing.assert_array_equal(shared.values, OTHERS[1])
         assert shared.lease(0, 1).tag % VERSIONS == holds + 1

@@ -231,7 +231,7 @@ def test_the_values_of_another_model_travel_exactly(weight: float) -> None:
             source, scratch = theirs.slices[owned.number], engine.scratch()
             assert engine.parameters.since(owned.chunks.unit, owned.chunks.begin, owned.chunks.end, 7) == ()
             for index in range(len(owned.chunks.bounds)):
-                owned.copy(index, index + 1, source, weight, scratch)
+                owned.change.copy(index, index + 1, source, weight, scratch)
             owned.finish()
     for unit in range(3):
         assert worker.gather(made, unit).tobytes() == master(made, unit).tobytes()
@@ -352,7 +352,7 @@ def test_two_thread_orders_of_an_update_give_the_same_bits() -> None:
         scratch = engine.scratch()
         for owned in engine.decide(commit_of(engine, HYPER)):
             for index in reversed(range(len(owned.chunks.bounds))):
-                owned.apply(index, index + 1, scratch)
+                owned.change.apply(index, index + 1, scratch)
             owned.finish()
     for mine, theirs in zip(made.engines, other.engines, strict=True):
         assert all(s.wire.frames == theirs.slices[n].wire.frames for n, s in mine.slices.items())

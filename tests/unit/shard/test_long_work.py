@@ -214,7 +214,7 @@ def test_what_is_decided_about_a_model_that_is_being_made_waits_in_order(run: Ru
             job.shell.on_event(job.state(0))
             await work.began.wait()
             job.shell.on_event(replace(job.membership, generation=2, step=2))
-            job.model.in_order(lambda: called.append(job.model.engine.generation))
+            job.model.order.call(lambda: called.append(job.model.engine.generation))
             job.shell.on_event(replace(job.membership, generation=3, step=3))
             assert job.model.engine.generation == 1
             assert not called

@@ -80,7 +80,7 @@ def test_while_a_step_is_applied_it_holds_no_version() -> None:
     assert owned.wire.mapped is not None
     with pytest.raises(AssertionError, match="being changed"):
         owned.map(owned.wire.mapped)
-    owned.apply(0, len(owned.chunks.bounds), engine.scratch(8))
+    owned.change.apply(0, len(owned.chunks.bounds), engine.scratch(8))
     owned.finish()
     assert copy.is_at(1)
     assert np.all(copy.values != before)
@@ -160,7 +160,7 @@ def test_values_that_replace_others_are_seen_when_all_are_there() -> None:
     assert not copy.is_at(0)
     other = np.arange(N, dtype=np.float32)
     for index, (begin, end) in enumerate(owned.chunks.bounds):
-        owned.store(index, other[begin:end])
+        owned.arriving.store(index, other[begin:end], owned.master.values)
     assert not copy.is_at(0)
     owned.publish(7)
     assert copy.is_at(7)

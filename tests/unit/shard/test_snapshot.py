@@ -319,7 +319,7 @@ def test_a_snapshot_waits_for_the_apply_that_leads_to_its_version(tmp_path: Path
     for owned in changed:
         assert not entries
         for index in range(len(owned.chunks.bounds)):
-            owned.apply(index, index + 1, engine.scratch())
+            owned.change.apply(index, index + 1, engine.scratch())
         owned.finish()
         pins.notify()
     writer.join()
@@ -359,7 +359,7 @@ def test_a_kernel_that_fails_is_reported() -> None:
         failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         pool = ApplyPool(engine, VersionPins(), None, OwnedSlice.finish, failed.set_result)
         slices = engine.decide(commit_of(engine))
-        engine.slices[0]._update = None
+        engine.slices[0].change = None
         pool.start(slices)
         error = await failed
         pool.close()

@@ -215,7 +215,7 @@ def test_a_unit_is_served_as_soon_as_its_own_apply_is_done() -> None:
     assert not engine.parameters.available(0, 0, 1)
     assert engine.parameters.available(0, 0, 0)  # the old frames are still there for those who want no later version
     for index in range(4):
-        engine.slices[0].apply(index, index + 1, engine.scratch())
+        engine.slices[0].change.apply(index, index + 1, engine.scratch())
     engine.slices[0].finish()
     assert engine.parameters.available(0, 0, 1)
     assert not engine.parameters.available(1, 0, 1)
@@ -239,7 +239,7 @@ def test_pushes_of_the_next_step_wait_for_the_decision_and_for_the_units_apply()
     engine.decide(commit_of(engine))
     assert push(engine, step=2) is Push.WAIT
     for index in range(4):
-        engine.slices[0].apply(index, index + 1, engine.scratch())
+        engine.slices[0].change.apply(index, index + 1, engine.scratch())
     engine.slices[0].finish()
     assert push(engine, step=2) is Push.SUMMED
     assert push(engine, unit=1, step=2) is Push.WAIT
@@ -361,7 +361,7 @@ def test_a_generation_that_begins_while_units_are_applied_lets_them_finish() -> 
     assert push(engine, step=3) is Push.WAIT
     for owned in slices:
         for index in range(len(owned.chunks.bounds)):
-            owned.apply(index, index + 1, engine.scratch())
+            owned.change.apply(index, index + 1, engine.scratch())
         owned.finish()
     assert push(engine, step=3) is Push.SUMMED
     assert np.allclose(made.values(0), 0.9)
