@@ -1037,9 +1037,9 @@ async def save(j: Job, uri: str, order: int) -> None:
         assert (number, error) == (order, None)
         files += [FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in written]
     engine = j.shells[0].engine
-    assert engine.updater is not None
+    assert engine.optimizer.updater is not None
     manifest = Manifest(
-        job="j", version=version, layout=j.spec.layout, optimizer=engine.updater.spec,
+        job="j", version=version, layout=j.spec.layout, optimizer=engine.optimizer.updater.spec,
         num_servers=len(j.shells), options=j.spec.options, files=tuple(files),
     )  # fmt: skip
     await asyncio.to_thread(write_manifest, uri, manifest)

@@ -66,7 +66,7 @@ class ModelCapacity:
         """
         engine = self._engine
         try:
-            updater = await self._server.off_loop(lambda: engine.set_optimizer(optimizer))
+            updater = await self._server.off_loop(lambda: engine.optimizer.set(optimizer))
             await self._server.off_loop(lambda: updater.warm_up(engine.precision.param))
         except MemoryError as error:
             placement = engine.placement
@@ -83,7 +83,8 @@ class ModelCapacity:
         engine = self._engine
         engine.slices.check(placement)
         assert engine.spec is not None
-        optimizer = None if engine.updater is None else engine.updater.spec
+        updater = engine.optimizer.updater
+        optimizer = None if updater is None else updater.spec
         replicas, rank = engine.gradients.num_replicas, self._reports.rank
         spec = engine.spec
         try:

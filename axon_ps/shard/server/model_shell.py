@@ -218,7 +218,7 @@ class ModelShell:
         self.name = job.name or self.name
         self.values.epoch = max(self.values.epoch, job.epoch)
         engine = self.engine
-        new_optimizer = job.optimizer is not None and engine.updater is None
+        new_optimizer = job.optimizer is not None and engine.optimizer.updater is None
         if (job.spec is not None and not engine.configured) or (
             engine.configured and (new_optimizer or job.placement not in (None, engine.placement))
         ):
@@ -252,7 +252,7 @@ class ModelShell:
             # no slice is owned here, and no restore will follow
             if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
-        if job.optimizer is not None and self.engine.updater is None and self.engine.configured:
+        if job.optimizer is not None and self.engine.optimizer.updater is None and self.engine.configured:
             await self.capacity.set_optimizer(job.optimizer)
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
             removed = [owned for owned in await self.capacity.set_placement(job.placement) if not owned.applying]

@@ -85,7 +85,7 @@ class Servers:
         self.engines = [ShardEngine(queue) for queue in self.queues]
         for rank, engine in enumerate(self.engines):
             engine.configure(spec, rank, num_servers)
-            engine.set_optimizer(optimizer or one_group(spec.layout, lr=0.1))
+            engine.optimizer.set(optimizer or one_group(spec.layout, lr=0.1))
             engine.membership(1, 1, 0, replicas)
 
     @property

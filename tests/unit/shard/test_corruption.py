@@ -207,7 +207,7 @@ def test_an_update_of_what_changed_is_not_prepared(name: str) -> None:
     engine, owned = next((made.engines[r], s) for r, s in made.copies(0) if s.primary)
     flipped(owned.accumulators[0].array if name == GRADIENT else owned.master.arrays()[name], 1, 4)
     with pytest.raises(StepAborted, match="a chunk of unit 0 is corrupt"):
-        engine.prepare_chunk(engine.step, owned, 0, ({"lr": 0.1},), engine.scratch())
+        engine.expected.prepare_chunk(engine.step, owned, 0, ({"lr": 0.1},), engine.scratch())
     assert owned.take_corruptions() == [block_of(owned, name, 1)]
     assert owned.corrupt == (name != GRADIENT)
     assert engine.gradients.ready() is None

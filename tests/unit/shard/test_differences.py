@@ -163,7 +163,7 @@ def prepared(engine: ShardEngine) -> dict[tuple[int, int], bytes]:
     frames = {}
     for number, owned in engine.slices.items():
         for index in range(len(owned.chunks.bounds) if owned.trainable else 0):
-            frame = engine.prepare_chunk(engine.step, owned, index, HYPER, engine.scratch())
+            frame = engine.expected.prepare_chunk(engine.step, owned, index, HYPER, engine.scratch())
             assert frame is not None
             frames[number, index] = frame
     return frames
@@ -246,10 +246,10 @@ def test_what_a_replaced_unit_was_expected_to_become_is_gone() -> None:
     made = servers()
     made.train_step([grads(1)], HYPER)
     engine, owned = made.engines[0], made.engines[0].slices[0]
-    assert engine.prepare_chunk(1, owned, 0, HYPER, engine.scratch()) == owned.wire.frames[0]
+    assert engine.expected.prepare_chunk(1, owned, 0, HYPER, engine.scratch()) == owned.wire.frames[0]
     owned.publish(1)
     with pytest.raises(StepAborted, match="was replaced after step 1"):
-        engine.prepare_chunk(1, owned, 0, HYPER, engine.scratch())
+        engine.expected.prepare_chunk(1, owned, 0, HYPER, engine.scratch())
 
 
 def test_a_number_that_is_none_reaches_the_workers() -> None:

@@ -184,7 +184,7 @@ def test_a_model_is_made_beside_what_else_a_server_does(run: Run, owner: Any, na
                 assert not caller.done(), "it is not there yet"
         assert (await caller)[0] is job.model
         assert job.model.engine.configured
-        assert job.model.engine.updater is not None
+        assert job.model.engine.optimizer.updater is not None
 
     run(body)
 

@@ -87,7 +87,7 @@ class Replicated:
         """A server that has just come."""
         engine = self.engines[rank] = ShardEngine()
         engine.configure(self.spec, rank, 2, self.placement)
-        engine.set_optimizer(self.optimizer)
+        engine.optimizer.set(self.optimizer)
         engine.membership(self.generation, step, version, self.replicas)
         return engine
 

@@ -131,7 +131,7 @@ def test_prepared_frames_are_served_beside_it() -> None:
     hyper = ({"lr": 0.1},)
     owned = engine.slices[0]
     chunks = range(len(owned.chunks.bounds))
-    prepared = tuple(engine.prepare_chunk(engine.step, owned, i, hyper, engine.scratch()) for i in chunks)
+    prepared = tuple(engine.expected.prepare_chunk(engine.step, owned, i, hyper, engine.scratch()) for i in chunks)
     assert copy.is_at(0)
     for one in (made, plain):
         one.commit(hyper)
@@ -146,7 +146,7 @@ def test_a_commit_before_every_frame_was_prepared_serves_no_half_of_them() -> No
     for one in (made, plain):
         one.push(0, 0, grad(0))
     hyper = ({"lr": 0.1},)
-    assert engine.prepare_chunk(engine.step, engine.slices[0], 0, hyper, engine.scratch())
+    assert engine.expected.prepare_chunk(engine.step, engine.slices[0], 0, hyper, engine.scratch())
     for one in (made, plain):
         one.commit(hyper)
     assert engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N)

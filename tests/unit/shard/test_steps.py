@@ -133,7 +133,7 @@ def test_nothing_works_before_the_layout() -> None:
         with pytest.raises(Misuse, match="no layout yet"):
             call()
     with pytest.raises(Misuse, match="before the layout"):
-        engine.set_optimizer(one_group(LAYOUT))
+        engine.optimizer.set(one_group(LAYOUT))
     assert not engine.configured
     assert not engine.parameters.initialized
 
@@ -149,18 +149,18 @@ def test_what_another_server_owns_is_refused() -> None:
 def test_a_second_spec_or_optimizer_is_refused() -> None:
     (engine,) = servers().engines
     engine.configure(SPEC, 0, 1)
-    engine.set_optimizer(one_group(LAYOUT, lr=0.1))
+    engine.optimizer.set(one_group(LAYOUT, lr=0.1))
     with pytest.raises(Misuse, match="configured for another job spec: chunk_numel"):
         engine.configure(job_of(LAYOUT, chunk_numel=16), 0, 1)
     with pytest.raises(Misuse, match="one optimizer"):
-        engine.set_optimizer(one_group(LAYOUT, "adam"))
+        engine.optimizer.set(one_group(LAYOUT, "adam"))
 
 
 def test_groups_must_cover_the_layout() -> None:
     engine = ShardEngine()
     engine.configure(SPEC, 0, 1)
     with pytest.raises(InvalidRequest, match="groups of 2 parameters; the layout has 3"):
-        engine.set_optimizer(OptimizerSpec(name="sgd", groups=({},), group_of=(0, 0)))
+        engine.optimizer.set(OptimizerSpec(name="sgd", groups=({},), group_of=(0, 0)))
 
 
 # ---------------------------------------------------------------------- first values

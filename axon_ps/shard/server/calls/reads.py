@@ -102,7 +102,7 @@ class Reads:
     async def prepared(
         self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], generation: int
     ) -> bytes:
-        """Return the speculative frame of one chunk, once it can be made. See `ShardEngine.prepare_chunk`.
+        """Return the speculative frame of one chunk, once it can be made. See `ExpectedStep.prepare_chunk`.
 
         Raises:
             GenerationChanged: the generation ended meanwhile.
@@ -114,7 +114,7 @@ class Reads:
         try:
             if step < engine.step and owned.lacks_frames:
                 await self.frames(owned.chunks.unit, owned.chunks.begin, owned.chunks.end, generation)
-            while (frame := engine.prepare_chunk(step, owned, index, hypers, scratch)) is None:
+            while (frame := engine.expected.prepare_chunk(step, owned, index, hypers, scratch)) is None:
                 await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas)
                 self._model.check_generation(generation)
                 engine.slices.of(owned.chunks.unit, offset)
