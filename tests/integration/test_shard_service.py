@@ -38,7 +38,7 @@ from axon_ps.shard.client import transfers
 from axon_ps.shard.client.line import Rate
 from axon_ps.shard.same_host import leases
 from axon_ps.shard.server import servicer
-from axon_ps.shard.server import shell as server_shell
+from axon_ps.shard.server.calls import fence
 from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
@@ -135,7 +135,7 @@ def test_a_range_is_near_if_every_server_that_has_some_of_it_is_on_this_host() -
             here, away = j.membership.shards
             shards = (here, dataclasses.replace(away, node="elsewhere"))
             j.groups[0].set_members(dataclasses.replace(j.membership, shards=shards))
-            near = j.groups[0].is_near
+            near = j.groups[0].routes.is_near
             first, second = SPEC.plan(2).slices[0]
             assert not near(0, first.begin, first.end)  # nothing is known of either yet
             await j.gather(0, 0)
@@ -523,7 +523,7 @@ def test_a_caller_that_is_far_ahead_is_refused_and_no_call_waits_for_ever(monkey
                     await stream.read()
             with pytest.raises(InvalidRequest, match=f"version {1 << 62} of model .* was asked for; it is at 0"):
                 await j.gather(0, 0, min_version=1 << 62)
-            monkeypatch.setattr(server_shell, "FENCE_S", 0.05)
+            monkeypatch.setattr(fence, "FENCE_S", 0.05)
             request = shard_pb2.AllGatherRequest(context=changed(j, generation=2)(), begin=0, end=1)
             stream = j.raw().open("AllGather")
             await stream.write(request)
@@ -536,13 +536,13 @@ def test_a_caller_that_is_far_ahead_is_refused_and_no_call_waits_for_ever(monkey
 
 @AS_ONE
 def test_one_worker_has_so_many_calls_under_way_at_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_shell, "MAX_MEMBER_CALLS", 2)
+    monkeypatch.setattr(fence, "MAX_MEMBER_CALLS", 2)
 
     async def scenario() -> None:
         async with job(SPEC, workers=2) as j:
             await j.upload(FIRST)
             waiting = [asyncio.create_task(j.gather(0, 0, min_version=1)) for _ in range(2)]
-            await until(lambda: j.shells[0]._calls["worker-0"] == 2)
+            await until(lambda: j.shells[0].fence._calls["worker-0"] == 2)
             with pytest.raises(
                 Busy, match="'worker-0' has 2 gathers and pushes under way at this server, which is the most"
             ):
@@ -552,7 +552,7 @@ def test_one_worker_has_so_many_calls_under_way_at_a_server(monkeypatch: pytest.
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            await until(lambda: not j.shells[0]._calls)
+            await until(lambda: not j.shells[0].fence._calls)
 
     run(scenario())
 
@@ -563,7 +563,7 @@ def test_a_new_generation_ends_waits_for_values() -> None:
     async def run() -> None:
         async with job(SPEC) as j:
             shell = j.shells[0].model()
-            waits = [asyncio.create_task(w) for w in (shell.unchanging(0, 0, 1), shell.wait_withdrawn(1, 1))]
+            waits = [asyncio.create_task(w) for w in (shell.reads.unchanging(0, 0, 1), shell.wait_withdrawn(1, 1))]
             await asyncio.sleep(0)
             j.regenerate()
             for wait in waits:
@@ -1037,9 +1037,9 @@ async def save(j: Job, uri: str, order: int) -> None:
         assert (number, error) == (order, None)
         files += [FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in written]
     engine = j.shells[0].engine
-    assert engine.updater is not None
+    assert engine.optimizer.updater is not None
     manifest = Manifest(
-        job="j", version=version, layout=j.spec.layout, optimizer=engine.updater.spec,
+        job="j", version=version, layout=j.spec.layout, optimizer=engine.optimizer.updater.spec,
         num_servers=len(j.shells), options=j.spec.options, files=tuple(files),
     )  # fmt: skip
     await asyncio.to_thread(write_manifest, uri, manifest)

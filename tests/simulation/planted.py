@@ -185,9 +185,9 @@ PLANTS: Final = (
     ),
     Plant(
         "a backup applies nothing",
-        "shard/core/slices.py",
-        "        assert self._update is not None\n",
-        "        if not self.primary:\n            return\n",
+        "shard/server/apply.py",
+        "    assert owned.change is not None\n",
+        "    if not owned.primary:\n        return\n    assert owned.change is not None\n",
     ),
     Plant(
         "a server is ready while a slice is still being copied",
@@ -216,9 +216,9 @@ PLANTS: Final = (
     ),
     Plant(
         "an old version is served for a new one",
-        _MODEL_SHELL,
-        "self.engine.parameters.available(unit, begin, min_version)",
-        "self.engine.parameters.available(unit, begin, 0)",
+        "shard/server/calls/reads.py",
+        "self._engine.parameters.available(unit, begin, min_version)",
+        "self._engine.parameters.available(unit, begin, 0)",
     ),
     Plant(
         "a call that is cancelled loses the events that wait for its work",

@@ -46,7 +46,7 @@ class Values:
         return {p.name: self.units[u][p.offset : p.end].reshape(p.shape) for u, p in layout.parameters()}
 
 
-class Assembly:
+class ArrivingVersion:
     """A version that is arriving.
 
     Args:

@@ -19,7 +19,7 @@ A step with losses took twice as long.
 More in flight than that would do harm. Transfers that share a line all end late, also the first one needed, and then
 the line is idle for a round trip. So on a long line transfers begin in order, each once the rest of those before it no
 longer fills the line. The same holds for speculative gathers that share a network card with pushes
-(`client.IN_ORDER_BYTES`).
+(`server_lines.IN_ORDER_BYTES`).
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from axon_ps.shard.same_host.access import SameHostServers
 from axon_ps.sharding.plan import Slice
 
 T = TypeVar("T")
+GATHERS, PUSHES = 0, 1
+"""Connections to a server."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 

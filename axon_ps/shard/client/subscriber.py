@@ -35,7 +35,7 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub, together
 from axon_ps.rpc.stream import EOF, Stream
-from axon_ps.shard.client.assembly import Assembly, Values
+from axon_ps.shard.client.assembly import ArrivingVersion, Values
 from axon_ps.types import DType, Membership
 from axon_ps.wire.codec import dtype_to_proto
 from axon_ps.wire.events import JobState
@@ -121,7 +121,7 @@ class ModelSubscriber:
 
         After an error: `values` are unchanged.
         """
-        attempt: Assembly | None = None
+        attempt: ArrivingVersion | None = None
         pause_s, failure = _FIRST_PAUSE_S, "no version came"
         connecting, reminders = Deadline(self._connect_timeout_s), reminder_pauses()
         reminder = Deadline(next(reminders))
@@ -154,8 +154,8 @@ class ModelSubscriber:
             raise Timeout(f"version {max(min_version, 0)} or later was not pulled in time: {failure}") from None
 
     async def _attempt(
-        self, attempt: Assembly | None, min_version: int, multiple_of: int, *, exactly: bool
-    ) -> Assembly:
+        self, attempt: ArrivingVersion | None, min_version: int, multiple_of: int, *, exactly: bool
+    ) -> ArrivingVersion:
         """Pull the missing slices of a version, or all of another version; it is complete on return.
 
         Raises:
@@ -189,7 +189,7 @@ class ModelSubscriber:
         """Return True if another attempt is useless. After `Closed` of a connection, a kind of `Misuse`, it is not."""
         return isinstance(error, (PermissionDenied, Misuse)) and not isinstance(error, Closed)
 
-    async def _incomplete(self, attempt: Assembly | None, error: BaseException) -> _Incomplete:
+    async def _incomplete(self, attempt: ArrivingVersion | None, error: BaseException) -> _Incomplete:
         """Return the error to raise after a failed attempt; the next attempt begins by looking up the placement."""
         self._model = None
         if attempt is None:  # a server may still be waiting for a version
@@ -223,7 +223,7 @@ class ModelSubscriber:
 
     async def _begin(
         self, owners: dict[int, list[int]], min_version: int, multiple_of: int, *, exactly: bool
-    ) -> Assembly:
+    ) -> ArrivingVersion:
         assert self._model is not None
         assert self._model.spec is not None
         assert self._model.placement is not None
@@ -237,9 +237,9 @@ class ModelSubscriber:
             raise InvalidRequest(f"version {min_version} is not there any more: the model is at version {chosen[1]}")
         values = self.values
         base = values if values is not None and values.epoch == chosen[0] and values.dtype is self._dtype else None
-        return Assembly(self._model.spec, self._model.placement.num_cuts, self._dtype, *chosen, base)
+        return ArrivingVersion(self._model.spec, self._model.placement.num_cuts, self._dtype, *chosen, base)
 
-    async def _resume(self, owners: dict[int, list[int]], attempt: Assembly) -> None:
+    async def _resume(self, owners: dict[int, list[int]], attempt: ArrivingVersion) -> None:
         """Reserve the version at the servers that now own the missing slices.
 
         Raises:
@@ -270,7 +270,7 @@ class ModelSubscriber:
         header, _ = await self._ask(rank, stream, shard_pb2.SubscribeRequest(reserve=reserve))
         return header.epoch, header.version
 
-    async def _pull(self, rank: int, numbers: list[int], attempt: Assembly) -> None:
+    async def _pull(self, rank: int, numbers: list[int], attempt: ArrivingVersion) -> None:
         stream = await self._stream(rank)
         since = None if attempt.base is None else attempt.base.version
         pull = shard_pb2.Pull(
@@ -338,6 +338,6 @@ class _Gone(Exception):
 class _Incomplete(Exception):
     """Slices of a version are missing; another attempt may get them."""
 
-    def __init__(self, attempt: Assembly | None, reason: str) -> None:
+    def __init__(self, attempt: ArrivingVersion | None, reason: str) -> None:
         super().__init__(reason)
         self.attempt = attempt

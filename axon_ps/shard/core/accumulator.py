@@ -14,6 +14,7 @@ Each chunk's digest is kept from one replica to the next, and until the sum is a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -252,3 +253,36 @@ class Accumulator:
             self.present[index] = 1
         self.summed[index] = replicas
         self.missing -= 1
+
+
+class Accumulators(list[Accumulator]):
+    """The accumulators of one slice: one, or one per replica if replicas step asynchronously. Arguments as for one.
+
+    Only the first one has memory from `allocate`.
+    """
+
+    def __init__(
+        self, chunks: Chunks, precision: WirePrecision, *, trainable: bool, allocate: Allocate | None = None
+    ) -> None:
+        super().__init__([Accumulator(chunks, precision, trainable=trainable, allocate=allocate)])
+        self._make = partial(Accumulator, chunks, precision, trainable=trainable)
+        self._rounds = False
+
+    def set_rounds(self, *, rounds: bool) -> None:
+        """Set `rounds` of each, also of those to be made."""
+        self._rounds = rounds
+        for each in self:
+            each.rounds = rounds
+
+    def set_count(self, count: int) -> None:
+        """Hold `count` empty ones; the memory of surplus ones is freed."""
+        for each in self:
+            each.restart()
+        del self[count:]
+        self += [self._make() for _ in range(count - len(self))]
+        self.set_rounds(rounds=self._rounds)
+
+    def clear_queued(self) -> None:
+        """Drop the chunks that arrived out of order."""
+        for each in self:
+            each.queued.clear()

@@ -27,18 +27,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
+from axon_ps.errors import InternalError, Misuse
 from axon_ps.shard.core.digests import PARAM, SliceDigests
+from axon_ps.shard.core.expected_step import ExpectedStep
 from axon_ps.shard.core.gradients import GradientSums
-from axon_ps.shard.core.master import Update
 from axon_ps.shard.core.parameters import ServedParameters
 from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.core.slices import OwnedSlice, OwnedSlices
-from axon_ps.shard.core.updater import Updater
+from axon_ps.shard.core.updater import ModelOptimizer
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement, Server, new_placement
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import Array, Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome
+from axon_ps.types import Array, Decision, OptimizerSpec, Outcome
 
 
 class ShardEngine:
@@ -57,13 +57,13 @@ class ShardEngine:
         placement: the holders of all slices of the model.
         parameters: the values that are served, and their state.
         gradients: the sums of gradients.
-        updater: the optimizer; None until `set_optimizer`.
+        optimizer: the model's optimizer, once it is known.
+        expected: the undecided step as workers expect it to be.
         counters: see `statistics`.
     """
 
     def __init__(self, queue: QueueLimit | None = None) -> None:
         self.spec: JobSpec | None = None
-        self.updater: Updater | None = None
         self.generation = 0
         self.step = 0
         self.version = 0
@@ -73,10 +73,8 @@ class ShardEngine:
         self.parameters = ServedParameters(self.slices, self.counters)
         self.gradients = GradientSums(self.slices, self.counters, queue)
         self.placement: Placement | None = None
-        self._last_committed: Decision | None = None
-        # the expected hyperparameters of this step, and the update with them
-        self._expected: tuple[tuple[Hyper, ...], Update] | None = None
-        self._restored: OptimizerSpec | None = None
+        self.optimizer = ModelOptimizer(self.slices)
+        self.expected = ExpectedStep(self.optimizer, self.gradients, self.counters)
 
     # ------------------------------------------------------------------ the job
 
@@ -95,8 +93,7 @@ class ShardEngine:
         It may take long. It does not change this engine, and runs in any thread while nothing else changes it.
         """
         made = self.slices.make(spec, placement, server)
-        if self.updater is not None:
-            self.updater.install([owned.master for owned in made if owned.trainable], "")
+        self.optimizer.install(made)
         return made
 
     def configure(
@@ -126,6 +123,7 @@ class ShardEngine:
         self.slices.configure(spec, num_cuts)
         self.spec, self.precision = spec, spec.precision
         self.gradients.configure(spec)
+        self.optimizer.configure(spec)
         placement = placement or new_placement(spec.plan(num_cuts), [Server(rank) for rank in range(num_cuts)], 1)
         self.set_placement(placement, server, made)
         self.set_replicas(self.gradients.num_replicas)
@@ -177,44 +175,9 @@ class ShardEngine:
         if owned.trainable:
             owned.master.state = dict(moments)
             owned.master.set_updates(updates)
-            if self.updater is not None:
-                self.updater.install([owned.master], self.updater.spec.name)
+            self.optimizer.install([owned], has_moments=True)
         owned.copied_from_primary(self.version, changed, copied, frames, digests)
         self.counters["slices_copied"] += 1
-
-    def set_optimizer(self, optimizer: OptimizerSpec) -> Updater:
-        """Set the model's optimizer: make moments and assign parameters to groups. A repeated call changes nothing.
-
-        Restored moments stay if they are of this optimizer. It may take long, and runs in any thread while nothing else
-        changes this engine.
-
-        Raises:
-            Misuse: the layout is not known yet, or there is another optimizer.
-            InvalidRequest: the optimizer or a hyperparameter is unknown, or groups do not cover the layout.
-        """
-        if self.updater is not None:
-            if self.updater.spec != optimizer:
-                raise Misuse(f"this server runs {self.updater.spec.name} already; a job has one optimizer")
-            return self.updater
-        if self.spec is None:
-            raise Misuse("the optimizer came before the layout")
-        updater = self._updater(optimizer, self._restored)
-        updater.install(self.slices.masters(), "" if self._restored is None else self._restored.name)
-        self.updater = updater
-        return updater
-
-    def _updater(self, optimizer: OptimizerSpec, restored: OptimizerSpec | None = None) -> Updater:
-        assert self.spec is not None
-        return Updater(optimizer, sum(len(u.parameters) for u in self.spec.layout.units), restored)
-
-    def _change_optimizer(self, change: OptimizerChange) -> None:
-        """Replace the optimizer, for this update and those that follow."""
-        before, self.updater = self.updater, self._updater(change.spec)
-        masters = self.slices.masters()
-        if change.retains_moments and before is not None:
-            self.updater.install(masters, before.spec.name)
-        else:
-            self.updater.begin_anew(masters)
 
     def restored(self, version: int, optimizer: OptimizerSpec | None) -> None:
         """Serve the values of a checkpoint, which the slices have published.
@@ -224,11 +187,9 @@ class ShardEngine:
             optimizer: the optimizer of the moments in it; None if it has none.
         """
         self.version = version
-        self._restored = optimizer
         for owned in self.slices.values():
             self.counters["encodings"] += len(owned.wire.frames)
-        if self.updater is not None:
-            self.updater.restored(optimizer, self.slices.masters())
+        self.optimizer.restored(optimizer)
         self.parameters.restored()
 
     # ------------------------------------------------------------------ membership
@@ -254,7 +215,7 @@ class ShardEngine:
 
     def set_replicas(self, num_replicas: int) -> None:
         """Set the number of replicas of this generation, before any has pushed. Sums are dropped."""
-        self._expected = None
+        self.expected.forget()
         self.gradients.begin(self.generation, self.step, num_replicas)
 
     def release(self) -> list[OwnedSlice]:
@@ -268,8 +229,8 @@ class ShardEngine:
     def decide(self, decision: Decision) -> list[OwnedSlice]:
         """Take the coordinator's decision; returns the slices to apply, in forward order (none unless it commits).
 
-        Then run `OwnedSlice.apply` (`copy`, if it commits a copy) on every chunk of each, and `finish`. A repeated
-        decision changes nothing.
+        Then run `SliceChange.apply` (`copy`, if it commits a copy) on every chunk of each, and `OwnedSlice.finish`. A
+        repeated decision changes nothing.
 
         Raises:
             InternalError: it commits a step whose gradients are not all here, or without an optimizer.
@@ -305,22 +266,17 @@ class ShardEngine:
         if decision.replica_clock is None and self.gradients.asynchronous:
             self.set_replicas(self.gradients.num_replicas)
             return
-        self._expected = None
+        self.expected.forget()
         self.gradients.drop(decision, summed=skipped)
 
     def _commit(self, decision: Decision, accumulator: int) -> list[OwnedSlice]:
         changed = {n: s for n, s in self.slices.items() if s.trainable and any(s.accumulators[accumulator].present)}
-        update = None
         if decision.optimizer is not None:
-            self._change_optimizer(decision.optimizer)
-            self._expected = None  # the prepared update is the previous optimizer's
-        if self.updater is not None:
-            update = self.updater.update(
-                decision.hyper, decision.clip_factor, self.slices.masters(), decision.untouched
-            )
-        elif changed:
+            self.expected.forget()  # it is of the previous optimizer
+        update = self.optimizer.update(decision)
+        if changed and update is None:
             raise InternalError("a step commits, but no optimizer was registered")
-        as_expected = self._expected is not None and decision.applies(self._expected[0])
+        as_expected = self.expected.is_met_by(decision)
         for owned in self.slices.values():
             if update is not None and owned.number in changed:
                 self.counters["encodings"] += owned.begin_update(
@@ -345,9 +301,8 @@ class ShardEngine:
         return list(self.slices.values())
 
     def _committed(self, decision: Decision) -> None:
-        self._last_committed = decision
         self.step, self.version = decision.step + 1, decision.version
-        self._expected = None
+        self.expected.committed(decision)
         self.gradients.end(decision)
         self.counters["steps_committed"] += 1
 
@@ -355,57 +310,6 @@ class ShardEngine:
         """Return a buffer for a thread that applies at most `chunks` chunks at once; see `WireCopy.scratch`."""
         any_slice = next(iter(self.slices.values()), None)
         return np.empty(0, np.uint8) if any_slice is None else any_slice.wire.scratch(chunks)
-
-    def prepare_chunk(
-        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], scratch: Array
-    ) -> bytes | None:
-        """Return the frame of a chunk if `step` commits unclipped with `hypers`; None = not known yet, wait.
-
-        See `shard.core.speculative`, Note: [Speculative update].
-
-        Args:
-            step: an undecided step attempt, or the last committed step.
-            owned: the slice.
-            index: number of the chunk in it.
-            hypers: per parameter group.
-            scratch: from `scratch()`.
-
-        Raises:
-            Misuse: there is no optimizer, or the unit is frozen.
-            InvalidRequest: there is no such group, or another worker expects other hyperparameters.
-            StepAborted: the step ended in another way, or its result cannot be known before the decision.
-        """
-        unit = owned.chunks.unit
-        if self.updater is None or not owned.trainable:
-            raise Misuse(f"unit {unit} is frozen or there is no optimizer yet; no step will change it")
-        if self.gradients.asynchronous:
-            raise Misuse("replicas step asynchronously: the next version is not known before it is decided")
-        if step > self.step or owned.applying:
-            return None
-        if step < self.step:
-            last = self._last_committed
-            as_expected = last is not None and last.step == step and last.applies(hypers)
-            if last is None or not as_expected or owned.master.leaves(last.untouched):
-                raise StepAborted(f"step {step} did not commit as expected")
-            self.counters["encodings"] += owned.ensure_frames()
-            if not owned.wire.frames:
-                raise StepAborted(f"unit {unit} was replaced after step {step}; what the step made of it is gone")
-            return owned.wire.frames[index]
-        replicas, sums = self.gradients.num_replicas, owned.accumulators[0]
-        if replicas == 0 or sums.summed[index] < replicas:
-            return None
-        if not sums.present[index]:
-            raise StepAborted(f"no replica has a gradient for a chunk of unit {unit}; its update cannot be prepared")
-        if self._expected is None:
-            self._expected = hypers, self.updater.expected(hypers)
-        elif self._expected[0] != hypers:
-            raise InvalidRequest(f"workers expect different hyperparameters for step {step}")
-        self.counters["encodings"] += not owned.speculative.has(index)
-        frame, found = owned.speculative.prepare(index, sums, self._expected[1], self.version + 1, scratch)
-        if found:
-            owned.corruptions += found
-            raise StepAborted(f"a chunk of unit {unit} is corrupt; its update cannot be prepared")
-        return frame
 
     def mappable(self, owned: OwnedSlice) -> bool:
         """Return True if workers of this host may map the wire copy of a slice, which must be all of its unit.

@@ -6,6 +6,7 @@ wire is `shard.core.wire_copy`'s; the order of calls is the engine's.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,6 @@ from axon_ps.kernels.digest import READ, WRITTEN, digests_of
 from axon_ps.optim.base import UpdateRule
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.digests import PARAM, ArrayDigests, Corruption, SliceDigests
-from axon_ps.shard.core.kernel_ranges import KernelRange, cut, kernel_ranges
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper
 
@@ -52,6 +52,26 @@ class Moments:
     arrays: dict[str, Array]
     updates: tuple[int, ...]
     digest: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRange:
+    """Elements [begin, end) of a unit that one kernel call updates: they share a parameter group and an update count.
+
+    Parameters, slices and chunks are cut independently of each other, so a range may be a part of one parameter or span
+    several. Every optimizer here is elementwise, so the cuts do not change the result.
+
+    Attributes:
+        begin: first element, counted from the unit's start.
+        end: one past the last element.
+        group: index of the parameter group; -1 = the optimizer does not change these elements.
+        updates: number of updates they had when the unit's own counter was at 0.
+    """
+
+    begin: int
+    end: int
+    group: int
+    updates: int
 
 
 class Master:
@@ -294,3 +314,31 @@ class Master:
             cast.encode(values, out, self._wire_dtype)
         self.digests[PARAM].record(self.values.view(np.uint32), self._chunks.blocks_of(first, last))
         return found
+
+
+def kernel_ranges(unit: Unit, groups: Sequence[int], updates: Sequence[int]) -> tuple[KernelRange, ...]:
+    """Return the ranges of a unit; neighbours that share group and update count are joined.
+
+    Args:
+        unit: its parameters.
+        groups: per parameter, its group.
+        updates: per parameter, the updates it had when the unit's counter was at 0.
+    """
+    joined: list[KernelRange] = []
+    for parameter, group, count in zip(unit.parameters, groups, updates, strict=True):
+        begin = parameter.offset
+        if joined and joined[-1].group == group and joined[-1].updates == count:
+            begin = joined.pop().begin
+        joined.append(KernelRange(begin, parameter.end, group, count))
+    return tuple(joined)
+
+
+def cut(ranges: Sequence[KernelRange], begin: int, end: int) -> tuple[KernelRange, ...]:
+    """Return the parts of `ranges` (ascending, gapless) that lie in elements [begin, end) of the unit."""
+    first = bisect_right(ranges, begin, key=lambda r: r.begin) - 1
+    found: list[KernelRange] = []
+    for r in ranges[first:]:
+        if r.begin >= end:
+            break
+        found.append(KernelRange(max(r.begin, begin), min(r.end, end), r.group, r.updates))
+    return tuple(found)

@@ -78,13 +78,13 @@ class ServedParameters:
         index = owned.chunks.index_of(offset)
         if version and not self._replacing:
             raise Misuse(f"first values came at version {version}; restore a checkpoint to replace parameters")
-        if not owned.lacking or owned.stored:
+        if not owned.lacking or owned.arriving.complete:
             self._counters["duplicates"] += 1
             return None
         before = owned.lacking
-        owned.store(index, values)
+        owned.arriving.store(index, values, owned.master.values)
         self.lacking += owned.lacking - before
-        return owned if owned.stored else None
+        return owned if owned.arriving.complete else None
 
     def published(self, frames: int) -> None:
         """Count a slice that was published, and the frames made for it."""

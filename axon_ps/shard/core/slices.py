@@ -3,9 +3,6 @@
 Each of these is a separate module; this one takes a step, first values or a copy through all of them. The engine
 decides the step and version, and the order of calls.
 
-Invariant: while a slice is `applying`, only `apply` and `copy` touch its values and the accumulator that is applied,
-each chunk from one thread. Other accumulators may be added to meanwhile.
-
 Note: [Memory of a slice]
     A slice of n elements has its master f32[n] and one wire copy of it, frames or mapped. A trainable slice adds the
     accumulator f32[n] (one per replica if replicas step asynchronously, each from its first gradient on) and the
@@ -34,10 +31,12 @@ import numpy as np
 
 from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest, Misuse, SliceMoved
-from axon_ps.shard.core.accumulator import Accumulator, Allocate
+from axon_ps.shard.core.accumulator import Accumulators, Allocate
+from axon_ps.shard.core.arriving_values import ArrivingValues
 from axon_ps.shard.core.chunks import Chunks
-from axon_ps.shard.core.digests import GRADIENT, PARAM, Corruption, SliceDigests
+from axon_ps.shard.core.digests import GRADIENT, Corruption, SliceDigests
 from axon_ps.shard.core.master import Master, Update
+from axon_ps.shard.core.slice_change import SliceChange
 from axon_ps.shard.core.speculative import SpeculativeUpdate
 from axon_ps.shard.core.wire_copy import MappedMemory, WireCopy
 from axon_ps.sharding.job import JobSpec
@@ -73,8 +72,8 @@ class OwnedSlice:
         reached: the version this slice is at.
         changed: the version that last changed it; the version in its frames.
         copied: the version in which it last took another model's values since it was made or restored; 0 = none.
-        applying: whether an update or a copy is under way.
-        lacking: chunks that lack first values; not 0 before `publish`.
+        change: the update or copy that is under way; None if there is none.
+        arriving: the arrival of values, which `publish` ends.
         replicated: whether other servers hold it, too.
         digest: digest of values and moments after the last update; None before an update, or without copies.
         corruptions: corrupt blocks that were found and not yet taken by `take_corruptions`; any thread adds to it.
@@ -97,27 +96,21 @@ class OwnedSlice:
         self.chunks = Chunks(plan_slice, chunk_numel)
         self.trainable = unit.trainable
         self.master = Master(self.chunks, unit, first_parameter, precision.param)
-        self.accumulators = [Accumulator(self.chunks, precision, trainable=unit.trainable, allocate=allocate)]
+        self.accumulators = Accumulators(self.chunks, precision, trainable=unit.trainable, allocate=allocate)
         self.wire = WireCopy(self.chunks, precision, trainable=unit.trainable)
         self.speculative = SpeculativeUpdate(self.chunks, self.master, self.wire)
         self.reached = 0
         self.changed = 0
         self.copied = 0
-        self.applying = False
-        self.lacking = len(self.chunks.bounds)
+        self.change: SliceChange | None = None
+        self.arriving = ArrivingValues(self.chunks)
         self._precision = precision
-        self._stored = bytearray(self.lacking)
-        self._applied = self.accumulators[0]
         self.replicated = False
-        self._rounds = False
         self.digest: int | None = None
-        self._update: Update | None = None
-        self._next_version = 0
-        self._serving = True  # True if the update under way makes a wire copy
         self.corruptions: list[Corruption] = []
         self.corrupt = False
         if unit.trainable:
-            assert self._applied.array is not None  # its memory is allocated now, not in the first step
+            assert self.accumulators[0].array is not None  # its memory is allocated now, not in the first step
 
     def set_role(self, *, primary: bool, replicated: bool, rounds: bool) -> None:
         """Make this the primary of the slice, or a backup.
@@ -127,11 +120,20 @@ class OwnedSlice:
             replicated: whether other servers hold it, too.
             rounds: whether sums are rounded to the gradients' wire dtype.
         """
-        self.primary, self.replicated, self._rounds = primary, replicated, rounds
-        for accumulator in self.accumulators:
-            accumulator.rounds = rounds
+        self.primary, self.replicated = primary, replicated
+        self.accumulators.set_rounds(rounds=rounds)
         if not primary:
             self.speculative.discard()
+
+    @property
+    def applying(self) -> bool:
+        """True while an update or a copy is under way."""
+        return self.change is not None
+
+    @property
+    def lacking(self) -> int:
+        """The number of chunks that lack values."""
+        return self.arriving.lacking
 
     @property
     def serves(self) -> bool:
@@ -160,46 +162,14 @@ class OwnedSlice:
 
     def set_accumulators(self, count: int) -> None:
         """Make `count` empty accumulators; the memory of surplus ones is freed."""
-        self._clear_queued(count)
-        more = count - len(self.accumulators)
-        made = [Accumulator(self.chunks, self._precision, trainable=self.trainable) for _ in range(more)]
-        for each in made:
-            each.rounds = self._rounds
-        self.accumulators = self.accumulators[:count] + made
-        for accumulator in range(count):
-            self.restart(accumulator)
-
-    def _clear_queued(self, first: int) -> None:
-        for accumulator in self.accumulators[first:]:
-            accumulator.queued.clear()
+        self.speculative.discard()
+        self.accumulators.set_count(count)
 
     def accepts(self, accumulator: int) -> bool:
         """Return True if an accumulator may be added to: it is not being applied."""
-        return not (self.applying and self._applied is self.accumulators[accumulator])
+        return self.change is None or self.change.sums is not self.accumulators[accumulator]
 
     # ------------------------------------------------------------------ values that replace others
-
-    @property
-    def stored(self) -> bool:
-        """True once `store` has had every chunk."""
-        return all(self._stored)
-
-    def store(self, index: int, values: Array) -> None:
-        """Take the first values of chunk `index`: f32[c]. After every chunk, call `publish`.
-
-        Raises:
-            InvalidRequest: they have the wrong length.
-        """
-        chunk = self.master.values[self.chunks.ranges[index]]
-        if values.size != chunk.size:
-            raise InvalidRequest(
-                f"first values at element {self.chunks.bounds[index][0]} of unit {self.chunks.unit} have {values.size} "
-                f"elements; they must have {chunk.size}"
-            )
-        chunk[:] = values
-        if not self._stored[index]:
-            self._stored[index] = 1
-            self.lacking = max(1, self.lacking - 1)
 
     def publish(self, version: int) -> int:
         """Serve the present values as those of `version`; returns the number of frames made. Any thread."""
@@ -208,7 +178,7 @@ class OwnedSlice:
         self._replaced(self.master.digests_of(self.master.arrays()))
         frames = self.wire.replace(version, self.master.values) if self.serves else 0
         self._publish_mapped()
-        self.lacking = 0
+        self.arriving.end()
         return frames
 
     def digests_of_copy(self, arrays: Mapping[str, Array]) -> SliceDigests:
@@ -231,7 +201,7 @@ class OwnedSlice:
         """
         self.wire.copied(changed, frames)
         self.reached, self.changed, self.copied = reached, changed, copied
-        self.lacking = 0
+        self.arriving.end()
         self._replaced(digests)
 
     def _replaced(self, digests: SliceDigests) -> None:
@@ -243,15 +213,17 @@ class OwnedSlice:
     def withdraw(self) -> None:
         """Withdraw the values, which are being replaced."""
         self.wire.withdraw()
-        self.lacking = len(self.chunks.bounds)
-        self._stored = bytearray(self.lacking)
+        self.arriving.begin()
 
-    def close(self) -> None:
-        """Release the mapped memory; workers that have mapped it may go on reading it."""
+    def close(self) -> list[Array | bytes]:
+        """Release the mapped memory, which workers may go on reading; returns the rest, to be freed after it."""
+        memory: list[Array | bytes] = [*self.wire.frames, *self.wire.feedback.values(), *self.master.arrays().values()]
+        memory += [a.array for a in self.accumulators if a.nbytes]
         self.withdraw()
-        self._clear_queued(0)
+        self.accumulators.clear_queued()
         if self.wire.mapped is not None:
             self.wire.mapped.close()
+        return memory
 
     # ------------------------------------------------------------------ what is served
 
@@ -302,14 +274,21 @@ class OwnedSlice:
         else:
             memory.values[:] = self.master.values
 
-    def map(self, memory: MappedMemory) -> None:
-        """Use `memory`, written by `fill`, as the wire copy from now on; the values must not have changed since."""
+    def map(self, memory: MappedMemory) -> list[Array | bytes]:
+        """Use `memory`, written by `fill`, as the wire copy from now on; the values must not have changed since.
+
+        Returns:
+            The memory that it replaces, to be freed.
+        """
         assert not self.applying, "values that are being changed cannot move to other memory"
+        replaced: list[Array | bytes] = list(self.wire.frames)
         if not self.wire.is_cast:
+            replaced.append(self.master.values)
             self.master.values = memory.values
         self.wire.mapped = memory
         self.wire.drop_frames()
         self._publish_mapped()
+        return replaced
 
     def _publish_mapped(self) -> None:
         if self.wire.mapped is not None:
@@ -323,7 +302,7 @@ class OwnedSlice:
         self._publish_mapped()
 
     def begin_update(self, update: Update, version: int, *, as_expected: bool, accumulator: int) -> int:
-        """Freeze the summed gradient for `apply`; its counters restart for the next step.
+        """Begin a `change` by the summed gradient, whose counters restart for the next step.
 
         Args:
             update: the optimizer's work.
@@ -340,70 +319,34 @@ class OwnedSlice:
             prepared, self.speculative.frames = self.speculative.frames, prepared
         else:
             self.speculative.discard()
-        self._applied = self.accumulators[accumulator]
-        self._applied.freeze()
-        return self._begin(update, version, prepared)
-
-    def apply(self, first: int, last: int, scratch: Array) -> None:
-        """Update chunks [first, last) in one pass, and make their frames. Any thread; in any order, each chunk once.
-
-        Args:
-            first: number of the first chunk.
-            last: one past the last.
-            scratch: from `WireCopy.scratch(last - first)`, of the calling thread.
-        """
-        assert self._update is not None
-        out, sums = self.wire.cast_target(first, last, scratch) if self._serving else None, self._applied
-        sums.fill_absent(first, last)
-        _, found = self.master.update(first, last, sums.array, sums.digests, self._update, out)
-        self.corruptions += found
-        if self._serving:
-            self.wire.encode_updated(first, last, self._next_version, self.master.values, scratch)
+        self.accumulators[accumulator].freeze()
+        return self._begin(accumulator, update, version, prepared)
 
     def begin_copy(self, version: int) -> int:
-        """Prepare `copy` from a slice of another model; returns the number of frames to be made."""
+        """Prepare a copy of a slice of another model; returns the number of frames to be made."""
         for accumulator in range(len(self.accumulators)):
             self.restart(accumulator)
-        return self._begin(None, version, [])
+        return self._begin(0, None, version, [])
 
-    def copy(self, first: int, last: int, source: OwnedSlice, weight: float, scratch: Array) -> None:
-        """Set chunks [first, last) to (1 - weight) * their values + weight * those of `source`. As `apply` otherwise.
-
-        Args:
-            first: number of the first chunk.
-            last: one past the last.
-            source: the same elements of another model, which do not change meanwhile.
-            weight: above 0, at most 1.
-            scratch: from `WireCopy.scratch(last - first)`, of the calling thread.
-        """
-        out = self.wire.cast_target(first, last, scratch) if self._serving else None
-        self.corruptions += self.master.average(first, last, source.master, weight, out)
-        if source.corrupt:
-            begin, end = self.chunks.bounds[first][0], self.chunks.bounds[last - 1][1]
-            self.corruptions.append(Corruption(PARAM, self.chunks.unit, begin, end))
-        if self._serving:
-            self.wire.encode_updated(first, last, self._next_version, self.master.values, scratch)
-
-    def _begin(self, update: Update | None, version: int, prepared: list[bytes]) -> int:
-        self._update, self._next_version = update, version
-        if update is not None:
-            self.master.begin_update(update)
-        self.applying, self._serving = True, self.serves
-        if self._serving:
-            return self.wire.begin_update(prepared, replacing=update is None)
+    def _begin(self, accumulator: int, update: Update | None, version: int, prepared: list[bytes]) -> int:
+        wire = self.wire if self.serves else None
+        self.change = SliceChange(self.chunks, self.master, wire, self.accumulators[accumulator], update, version)
+        if wire is not None:
+            return wire.begin_update(prepared, replacing=update is None)
         self.wire.drop_frames()
         return 0
 
     def finish(self) -> None:
         """Serve the new values, after every chunk has been updated or copied."""
-        self.wire.end_update(self._next_version)
-        self.reached = self.changed = self._next_version
+        change, self.change = self.change, None
+        assert change is not None
+        self.wire.end_update(change.version)
+        self.reached = self.changed = change.version
         self.digest = self.master.digests.total if self.replicated else None
-        if self._update is None:
-            self.copied = self._next_version
-        else:
-            self.master.end_update(self._update)
-        self.applying = False
+        if change.update is None:
+            self.copied = change.version
+        change.end()
+        self.corruptions += change.corruptions
         if self.corruptions:
             self.lose_values()
         else:
@@ -414,13 +357,6 @@ class OwnedSlice:
     def check(self, first: int, last: int) -> None:
         """Check values and moments of chunks [first, last), which no step changes now. Any thread."""
         self.corruptions += self.master.check(first, last)
-
-    def check_gradient(self, accumulator: int, index: int) -> bool:
-        """Return True if chunk `index` of an accumulator is intact, and so were all chunks checked before."""
-        sums = self.accumulators[accumulator]
-        if not sums.spoiled:
-            self.corruptions += sums.check((index,))
-        return not sums.spoiled
 
     def take_corruptions(self) -> list[Corruption]:
         """Return the corruptions found since the last call; if one is in values or moments, drop these."""
@@ -434,7 +370,7 @@ class OwnedSlice:
         self.speculative.discard()
         if self.wire.mapped is not None:  # workers may still read it, at its version
             if not self.wire.is_cast:
-                self.master.values = np.zeros_like(self.master.values)
+                self.master.values = np.zeros(self.chunks.numel, np.float32)  # takes no memory yet
             self.wire.mapped.close()
             self.wire.mapped = None
         self.withdraw()

@@ -1,17 +1,19 @@
 """The optimizer of a model: its kernels, its hyperparameters, and the moments they need. Pure.
 
-Refuses a second optimizer: a model has one. The arithmetic is `shard.core.master`'s.
+Refuses a second optimizer, unless a step replaces the first: a model has one. The arithmetic is `shard.core.master`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from axon_ps.errors import InternalError, InvalidRequest, StepAborted
+from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
 from axon_ps.optim import registry
 from axon_ps.optim.base import UpdateRule
 from axon_ps.shard.core.master import Master, Update
-from axon_ps.types import DType, Hyper, OptimizerSpec
+from axon_ps.shard.core.slices import OwnedSlice, OwnedSlices
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Decision, DType, Hyper, OptimizerChange, OptimizerSpec
 
 
 class Updater:
@@ -123,3 +125,74 @@ class Updater:
         """Return True if a group with these hyperparameters needs moments that do not exist yet."""
         names = self._kernels.state_names
         return names((*self._state_groups, *hypers)) != names(self._state_groups)
+
+
+class ModelOptimizer:
+    """The optimizer of one model's slices: set once, and replaced only by a step.
+
+    Args:
+        slices: of the model.
+
+    Attributes:
+        updater: None until `set`.
+    """
+
+    def __init__(self, slices: OwnedSlices) -> None:
+        self.updater: Updater | None = None
+        self._slices = slices
+        self._num_parameters: int | None = None
+        self._saved: OptimizerSpec | None = None  # in the checkpoint that was restored
+
+    def configure(self, spec: JobSpec) -> None:
+        """Set the layout."""
+        self._num_parameters = sum(len(u.parameters) for u in spec.layout.units)
+
+    def set(self, optimizer: OptimizerSpec) -> Updater:
+        """Set the optimizer: make moments and assign parameters to groups. A repeated call changes nothing.
+
+        Restored moments stay if they are of this optimizer. It may take long, and runs in any thread while nothing else
+        changes the engine.
+
+        Raises:
+            Misuse: the layout is not known yet, or there is another optimizer.
+            InvalidRequest: the optimizer or a hyperparameter is unknown, or groups do not cover the layout.
+        """
+        if self.updater is not None:
+            if self.updater.spec != optimizer:
+                raise Misuse(f"this server runs {self.updater.spec.name} already; a job has one optimizer")
+            return self.updater
+        if self._num_parameters is None:
+            raise Misuse("the optimizer came before the layout")
+        updater = Updater(optimizer, self._num_parameters, self._saved)
+        updater.install(self._slices.masters(), "" if self._saved is None else self._saved.name)
+        self.updater = updater
+        return updater
+
+    def install(self, slices: Iterable[OwnedSlice], *, has_moments: bool = False) -> None:
+        """Give further slices their groups, and moments unless they have the optimizer's already."""
+        if self.updater is not None:
+            name = self.updater.spec.name if has_moments else ""
+            self.updater.install([owned.master for owned in slices if owned.trainable], name)
+
+    def update(self, decision: Decision) -> Update | None:
+        """Make the update of a step that commits, by another optimizer if it changes that; None if there is none."""
+        masters = self._slices.masters()
+        if decision.optimizer is not None:
+            self._change(decision.optimizer, masters)
+        if self.updater is None:
+            return None
+        return self.updater.update(decision.hyper, decision.clip_factor, masters, decision.untouched)
+
+    def _change(self, change: OptimizerChange, masters: Sequence[Master]) -> None:
+        assert self._num_parameters is not None
+        before, self.updater = self.updater, Updater(change.spec, self._num_parameters)
+        if change.retains_moments and before is not None:
+            self.updater.install(masters, before.spec.name)
+        else:
+            self.updater.begin_anew(masters)
+
+    def restored(self, saved: OptimizerSpec | None) -> None:
+        """Take the optimizer of the checkpoint that was restored; None if it has none."""
+        self._saved = saved
+        if self.updater is not None:
+            self.updater.restored(saved, self._slices.masters())

@@ -179,7 +179,7 @@ class ApplyPool:
 
         Args:
             slices: the slices.
-            work: the function to call for chunks [first, last) of a slice; None = `OwnedSlice.apply`.
+            work: the function to call for chunks [first, last) of a slice; None = `SliceChange.apply`.
         """
         loop = asyncio.get_running_loop()
         runs = [(owned, first, last) for owned in slices for first, last in self._runs(owned)]
@@ -187,7 +187,7 @@ class ApplyPool:
         longest = max((last - first for _, first, last in runs), default=0)
         tasks = iter(runs)
         for _ in range(min(self.threads, len(runs))):
-            self._executor.submit(self._run, work or OwnedSlice.apply, tasks, longest, self._engine.version, loop)
+            self._executor.submit(self._run, work or _apply, tasks, longest, self._engine.version, loop)
 
     def _runs(self, owned: OwnedSlice) -> list[tuple[int, int]]:
         """Return the runs of a slice, as (first chunk, one past the last)."""
@@ -220,6 +220,11 @@ class ApplyPool:
                     loop.call_soon_threadsafe(self._finished, owned)
         except BaseException as error:
             loop.call_soon_threadsafe(self._failed, error)
+
+
+def _apply(owned: OwnedSlice, first: int, last: int, scratch: Array) -> None:
+    assert owned.change is not None
+    owned.change.apply(first, last, scratch)
 
 
 class ApplyTrace:

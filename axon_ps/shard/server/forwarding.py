@@ -67,7 +67,7 @@ class _Follower:
         self.queue.extend(items)
 
 
-class Forwarding:
+class BackupStreams:
     """The streams to the backups of one model's slices.
 
     Args:
@@ -197,7 +197,9 @@ class Forwarding:
         for item in list(self._complete(follower.slices)):
             if self._is_wanted(item, follower):
                 owned = self._engine.slices[item.slice]
-                if not owned.check_gradient(item.number, item.index):
+                accumulator = owned.accumulators[item.number]
+                owned.corruptions += accumulator.check((item.index,))
+                if accumulator.spoiled:
                     self._corrupt(owned)
             await asyncio.sleep(0)  # there may be GiBs to check
 

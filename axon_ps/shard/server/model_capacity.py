@@ -1,8 +1,10 @@
-"""Allocation of the memory of one model on a shard server, off its event loop."""
+"""Allocation and freeing of the memory of one model on a shard server, off its event loop."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from typing import Final
 
 from axon_ps.errors import Busy
 from axon_ps.shard.core.engine import ShardEngine
@@ -10,7 +12,10 @@ from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.reports import Reports, ServerShell
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
-from axon_ps.types import OptimizerSpec
+from axon_ps.types import Array, OptimizerSpec
+
+RELEASED_NUMEL: Final = 8 << 20
+"""Elements of an array that are freed at a time."""
 
 _logger = logging.getLogger(__name__)
 
@@ -61,7 +66,7 @@ class ModelCapacity:
         """
         engine = self._engine
         try:
-            updater = await self._server.off_loop(lambda: engine.set_optimizer(optimizer))
+            updater = await self._server.off_loop(lambda: engine.optimizer.set(optimizer))
             await self._server.off_loop(lambda: updater.warm_up(engine.precision.param))
         except MemoryError as error:
             placement = engine.placement
@@ -78,7 +83,8 @@ class ModelCapacity:
         engine = self._engine
         engine.slices.check(placement)
         assert engine.spec is not None
-        optimizer = None if engine.updater is None else engine.updater.spec
+        updater = engine.optimizer.updater
+        optimizer = None if updater is None else updater.spec
         replicas, rank = engine.gradients.num_replicas, self._reports.rank
         spec = engine.spec
         try:
@@ -102,3 +108,23 @@ class ModelCapacity:
     def _reports(self) -> Reports:
         assert self._server.reports is not None
         return self._server.reports
+
+
+def free_slices(slices: list[OwnedSlice]) -> None:
+    """Close slices and free their memory, one after the other; this list must have the last references."""
+    while slices:
+        free(slices.pop().close())
+
+
+def free(memory: list[Array | bytes]) -> None:
+    """Free memory a piece at a time; this list must have the last references.
+
+    Python's global lock is held while the kernel frees a piece, which takes 0.3 s for a GiB, so that the event loop
+    stands still in any thread. An array is freed from its end.
+    """
+    while memory:
+        item = memory.pop()
+        if not isinstance(item, bytes):
+            with contextlib.suppress(ValueError):  # it is still read elsewhere, or frees itself (`host.shared_memory`)
+                while item.size > RELEASED_NUMEL:
+                    item.resize(item.size - RELEASED_NUMEL)

@@ -8,7 +8,7 @@ Note: [In order]
     A decision may arrive while an earlier one is applied if it needs no report of this server first: replicas step
     asynchronously, or another model's values are copied. It is queued, and all later events about the model are queued
     behind it. Calls that need the model in its state between two events, a snapshot of it or a copy from it, are queued
-    in the same order (`in_order`).
+    in the same order (`EventOrder.call`).
 
 Note: [Long work]
     Work that takes long, because a slice may have GiBs, runs in a thread (`ServerShell.off_loop`), so that the event
@@ -21,36 +21,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from axon_ps.compress import cast
-from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
+from axon_ps.errors import AxonError, GenerationChanged, Misuse
 from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
 from axon_ps.observe.work import Work
-from axon_ps.rpc.limits import MAX_NEWER
 from axon_ps.shard.core import queued
 from axon_ps.shard.core.engine import ShardEngine
-from axon_ps.shard.core.gradients import Push, PushedAt
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, ApplyTrace, Pin, VersionPins
+from axon_ps.shard.server.calls.gradients import GradientCalls
+from axon_ps.shard.server.calls.reads import Reads
 from axon_ps.shard.server.copying import Copying
 from axon_ps.shard.server.corruption import Corruptions
-from axon_ps.shard.server.forwarding import Forwarding
-from axon_ps.shard.server.model_capacity import ModelCapacity, OutOfMemory
+from axon_ps.shard.server.forwarding import BackupStreams
+from axon_ps.shard.server.model_capacity import ModelCapacity, OutOfMemory, free_slices
 from axon_ps.shard.server.model_values import ModelValues
 from axon_ps.shard.server.reports import Reports, ServerShell
 from axon_ps.shard.server.subscriptions import SubscriberLimits, Subscriptions
 from axon_ps.shard.server.waiters import EventOrder, Waiters
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
+from axon_ps.types import Array, Decision, DType, Member, Membership
 from axon_ps.wire.events import Event, JobState, Ready, RestoreOrder, SnapshotFile
-from axon_ps.wire.v1.common_pb2 import Chunk
 
 _logger = logging.getLogger(__name__)
 
@@ -90,6 +88,8 @@ class ModelShell:
         subscriptions: to this model.
         values: the sources of its values.
         corruptions: the handling of corrupt memory.
+        gradients: the calls that bring gradients.
+        reads: the calls that read values.
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until it is known.
@@ -121,9 +121,12 @@ class ModelShell:
         self.subscriptions = Subscriptions(self, limits or SubscriberLimits())
         self.values = ModelValues(number, self.engine, server, self._waiters, self.order, self.subscriptions.wake)
         self.corruptions = Corruptions(number, self.engine, server, lambda: self.values.served, self._wake_all)
-        self._forwarding: Forwarding | None = None
+        self._forwarding: BackupStreams | None = None
         self._copying: Copying | None = None
-        self._pushing: set[asyncio.Task[Any]] = set()
+        self.gradients = GradientCalls(
+            self.engine, self._waiters, self.corruptions.report, self.check_generation, self._summed, self._report_ready
+        )
+        self.reads = Reads(self, server, self._waiters)
         self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
         self._released = False
 
@@ -142,14 +145,13 @@ class ModelShell:
     async def release(self) -> None:
         """End everything under way and free the memory, after the job has released the model."""
         self._released = True
-        for task in self._pushing:
-            task.cancel()
+        self.gradients.end()
         self._waiters.wake_all()
         self.subscriptions.wake()
         await self.order.idle.wait()
         self.stop()
         await self.close()
-        await self._server.off_loop(partial(_close, self.engine.release()))
+        await self._server.off_loop(partial(free_slices, self.engine.release()))
 
     # ------------------------------------------------------------------ events from the coordinator
 
@@ -161,15 +163,9 @@ class ModelShell:
         """
         self.order.on_event(event)
 
-    def _must_wait(self, event: Event | Averaging | Callable[[], None]) -> bool:
-        """Return True if an event or call must wait for the step that is being applied."""
-        if not self._applying:
-            return False
-        return self.engine.gradients.asynchronous or callable(event) or isinstance(event, Averaging)
-
-    def in_order(self, call: Callable[[], None]) -> None:
-        """Call a function once all earlier events have been taken."""
-        self.order.call(call)
+    def _must_wait(self, event: Event | Averaging) -> bool:
+        """Return True if an event must wait for the step that is being applied."""
+        return bool(self._applying) and (self.engine.gradients.asynchronous or isinstance(event, Averaging))
 
     @property
     def published(self) -> tuple[int, int] | None:
@@ -211,8 +207,7 @@ class ModelShell:
         if membership.generation > self.engine.generation:
             step, version = membership.progress(self.number)
             self.engine.membership(membership.generation, step, version, numbered.num_replicas)
-            for task in self._pushing:
-                task.cancel()
+            self.gradients.end()
             if self._forwarding is not None and self._copying is not None:
                 self._forwarding.restart()
                 self._copying.restart()
@@ -223,7 +218,7 @@ class ModelShell:
         self.name = job.name or self.name
         self.values.epoch = max(self.values.epoch, job.epoch)
         engine = self.engine
-        new_optimizer = job.optimizer is not None and engine.updater is None
+        new_optimizer = job.optimizer is not None and engine.optimizer.updater is None
         if (job.spec is not None and not engine.configured) or (
             engine.configured and (new_optimizer or job.placement not in (None, engine.placement))
         ):
@@ -249,7 +244,7 @@ class ModelShell:
             await self.capacity.configure(self.name, job.spec, job.optimizer, job.placement)
             self.values.served = job.epoch  # copies are of this epoch; the order of a restore follows
             if (links := self._server.links) is not None:
-                self._forwarding = Forwarding(self.number, self.engine, links, self.corruptions.report)
+                self._forwarding = BackupStreams(self.number, self.engine, links, self.corruptions.report)
                 work, epoch = self._server.off_loop, lambda: self.values.served
                 self._copying = Copying(self.number, self.engine, links, epoch, self._on_copied, reports, work)
             self._placed()
@@ -257,12 +252,12 @@ class ModelShell:
             # no slice is owned here, and no restore will follow
             if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
-        if job.optimizer is not None and self.engine.updater is None and self.engine.configured:
+        if job.optimizer is not None and self.engine.optimizer.updater is None and self.engine.configured:
             await self.capacity.set_optimizer(job.optimizer)
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
             removed = [owned for owned in await self.capacity.set_placement(job.placement) if not owned.applying]
             self._placed()
-            await self._server.off_loop(partial(_close, removed))
+            await self._server.off_loop(partial(free_slices, removed))
 
     def _placed(self) -> None:
         """Apply a new placement: repeat reports, and begin and end streams to other servers."""
@@ -318,8 +313,9 @@ class ModelShell:
 
         def copy(owned: OwnedSlice, first: int, last: int, scratch: Array) -> None:
             theirs = slices[owned.number]
+            assert owned.change is not None
             if source.pins.wait_until(lambda: theirs.reached >= version):
-                owned.copy(first, last, theirs, weight, scratch)
+                owned.change.copy(first, last, theirs, weight, scratch)
 
         self._copy = source, pin
         self._pool.start(targets, copy)
@@ -328,7 +324,7 @@ class ModelShell:
         owned.finish()
         self.corruptions.report(owned)
         if self.engine.slices.get(owned.number) is not owned:  # it was removed meanwhile
-            self._server.start(self._server.off_loop(partial(_close, [owned])))
+            self._server.start(self._server.off_loop(partial(free_slices, [owned])))
         self.pins.notify()
         self._waiters.wake_unit(owned.chunks.unit)
         self._applying -= 1
@@ -341,6 +337,11 @@ class ModelShell:
                 source.unpin_copy(pin)
             self._report_ready()
             self.order.end()
+
+    def _summed(self, owned: OwnedSlice, index: int, accumulator: int) -> None:
+        if self._forwarding is not None:
+            self._forwarding.completed(owned, index, accumulator)
+        self._report_ready()
 
     def _report_ready(self) -> None:
         engine = self.engine
@@ -412,10 +413,6 @@ class ModelShell:
                 f"generation {generation} is over; the current one is {self.engine.generation}", self.engine.generation
             )
 
-    def has_ended(self, generation: int) -> bool:
-        """Return True if `check_generation` raises for it."""
-        return self._released or self.engine.generation != generation
-
     def check_released(self) -> None:
         """Check that the model was not released.
 
@@ -424,206 +421,6 @@ class ModelShell:
         """
         if self._released:
             raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
-
-    def pushing(self, generation: int) -> Pushing:
-        """Return the context of a stream of gradients in the calling task; the stream ends with the generation."""
-        return Pushing(self, generation, self._pushing)
-
-    async def push(self, at: PushedAt, dtype: DType, grad: Array | None, *, borrowed: bool = False) -> bool:
-        """Add a gradient chunk in replica order, or queue it; False for a duplicate. See `GradientSums.push`."""
-        gradients, (_, unit, offset, replica) = self.engine.gradients, at
-        while (done := gradients.push(*at, dtype, grad, borrowed=borrowed)) is Push.WAIT:
-            self.corruptions.report(self.engine.slices.of(unit, offset))
-            await self._waiters.wait(unit, offset, replica)
-        if done is Push.SUMMED:
-            owned, order, complete = gradients.next_in_order(unit, offset, replica)
-            self._waiters.wake_replica(unit, offset, order)
-            self.corruptions.report(owned)
-            if complete and self._forwarding is not None:
-                self._forwarding.completed(owned, owned.chunks.index_of(offset), gradients.accumulator_of(replica))
-            if complete:
-                self._report_ready()
-        return done is not Push.DUPLICATE
-
-    async def push_sum(self, header: Chunk, total: Array | None, placement: int) -> bool:
-        """Take a chunk of a sum from the primary; returns False if it is a duplicate or useless by now.
-
-        Raises:
-            Broken: its digest does not match.
-            SliceMoved: this server is not a backup by `placement`, the number of the primary's placement.
-        """
-        at = header.step, header.unit, header.offset, header.replica
-        digest = header.digest if header.HasField("digest") else None
-        try:
-            while (done := self.engine.gradients.push_sum(*at, total, digest)) is Push.WAIT:
-                await self._waiters.wait(header.unit)
-        except StepAborted:
-            return False
-        except SliceMoved:
-            assert self.engine.placement is not None
-            if placement < self.engine.placement.number:
-                return False
-            raise
-        if done is Push.DUPLICATE:
-            return False
-        self._report_ready()
-        return True
-
-    async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
-        """Record that a replica has no gradient for some chunks of a unit; returns the number of new ones."""
-        chunks = self.engine.slices.of(unit, offset).chunks
-        first, last = chunks.range_of(offset, offset + numel)
-        dtype, new = self.engine.gradients.dtype, 0
-        for at, _ in chunks.bounds[first:last]:
-            new += await self.push((step, unit, at, replica), dtype, None)
-            await asyncio.sleep(0)  # each chunk may complete a sum
-        return new
-
-    async def available(self, unit: int, begin: int, epoch: int, min_version: int, generation: int) -> None:
-        """Wait until the slice with an element can be served at `min_version` of `epoch` or later.
-
-        Versions grow only within an epoch. The caller may learn of a restore before or after this server.
-
-        Raises:
-            InvalidRequest: the version is too far ahead of the model's.
-            GenerationChanged: the generation ended meanwhile.
-            StepAborted: the parameters are of a later epoch.
-            SliceMoved: the slice is not here.
-        """
-        _check_version(self, min_version)
-        while True:
-            if epoch < self.values.served:
-                raise StepAborted(
-                    f"the model was restored: the parameters are of epoch {self.values.served}, no longer {epoch}"
-                )
-            if epoch == self.values.served and self.engine.parameters.available(unit, begin, min_version):
-                return
-            await self._waiters.wait(unit)
-            self.check_generation(generation)
-
-    async def frames(self, unit: int, begin: int, end: int, generation: int) -> tuple[bytes, ...]:
-        """Return the frames of a range that is `available`, if parameters are not sent as differences.
-
-        They are made now if they do not exist yet.
-
-        Raises:
-            InvalidRequest: the range does not begin and end where chunks of this server do.
-            GenerationChanged: the generation ended meanwhile.
-            SliceMoved: the slice is not here, or is corrupt.
-        """
-        parameters = self.engine.parameters
-        if self.engine.slices.of(unit, begin).wire.frames:
-            return parameters.frames(unit, begin, end)
-        owned = await self.unchanging(unit, begin, generation)
-        async with self.order.begin_work():
-            self.engine.counters["encodings"] += await self._server.off_loop(owned.ensure_frames)
-            owned.refuse_corrupt()  # another check may have found corruption meanwhile
-            return parameters.frames(unit, begin, end)
-
-    async def prepared(
-        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], generation: int
-    ) -> bytes:
-        """Return the speculative frame of one chunk, once it can be made. See `ShardEngine.prepare_chunk`.
-
-        Raises:
-            GenerationChanged: the generation ended meanwhile.
-            SliceMoved: the slice is not here any more.
-        """
-        engine = self.engine
-        scratch = engine.scratch()
-        offset = owned.chunks.bounds[index][0]
-        try:
-            if step < engine.step and owned.lacks_frames:
-                await self.frames(owned.chunks.unit, owned.chunks.begin, owned.chunks.end, generation)
-            while (frame := engine.prepare_chunk(step, owned, index, hypers, scratch)) is None:
-                await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas)
-                self.check_generation(generation)
-                engine.slices.of(owned.chunks.unit, offset)
-        finally:
-            self.corruptions.report(owned)
-        return frame
-
-    async def unchanging(self, unit: int, begin: int, generation: int, version: int = 0) -> OwnedSlice:
-        """Wait until a slice has values at `version` or later, and no step is being applied to it.
-
-        Its frames may be served earlier.
-
-        Raises:
-            GenerationChanged: the generation ended meanwhile.
-            SliceMoved: the slice is not here.
-        """
-        while (owned := self.engine.slices.of(unit, begin)).applying or not self.engine.parameters.available(
-            unit, begin, version
-        ):
-            await self._waiters.wait(unit)
-            self.check_generation(generation)
-        return owned
-
-    async def copy_of(self, number: int, version: int, epoch: int, generation: int) -> OwnedSlice:
-        """Return the slice with a number, once it is at the version that another server wants to copy.
-
-        Raises:
-            InvalidRequest: there is no such slice.
-            SliceMoved: it is not here.
-            StepAborted: it is past that version or epoch.
-        """
-        spec, placement = self.engine.spec, self.engine.placement
-        assert spec is not None
-        assert placement is not None
-        slices = spec.plan(placement.num_cuts).numbered
-        if number >= len(slices):
-            raise InvalidRequest(f"there is no slice {number}; the model has {len(slices)}")
-        wanted = slices[number]
-        await self.available(wanted.unit, wanted.begin, epoch, 0, generation)
-        frozen = not spec.layout.units[wanted.unit].trainable
-        owned = await self.unchanging(wanted.unit, wanted.begin, generation, 0 if frozen else version)
-        await self.corruptions.verify(owned)
-        if owned.reached != version and not frozen:
-            raise StepAborted(f"slice {number} is at version {owned.reached}; version {version} was asked for")
-        return owned
-
-
-def _close(slices: list[OwnedSlice]) -> None:
-    """Free slices one after the other; this list must have the last references."""
-    while slices:
-        slices.pop().close()
-
-
-class Pushing:
-    """The context of a stream of gradients.
-
-    Raises:
-        GenerationChanged: the generation ended.
-        Misuse: the model was released.
-    """
-
-    __slots__ = ("_generation", "_model", "_task", "_tasks")
-
-    def __init__(self, model: ModelShell, generation: int, tasks: set[asyncio.Task[Any]]) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._model, self._generation, self._task, self._tasks = model, generation, task, tasks
-
-    def __enter__(self) -> None:
-        self._tasks.add(self._task)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._tasks.discard(self._task)
-        if isinstance(error, asyncio.CancelledError) and self._model.has_ended(self._generation):
-            self._task.uncancel()
-            self._model.check_generation(self._generation)
-
-
-def _check_version(model: ModelShell, version: int) -> None:
-    """Check that a version is not too far ahead of the model's.
-
-    Raises:
-        InvalidRequest: it is.
-    """
-    if version > model.engine.version + MAX_NEWER:
-        raise InvalidRequest(
-            f"version {version} of model {model.name!r} was asked for; it is at {model.engine.version}"
-        )
 
 
 def _ready(model: ModelShell, step: int, sums_of_squares: tuple[float, ...], replica: int) -> Ready:

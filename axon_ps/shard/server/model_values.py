@@ -20,6 +20,7 @@ from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.same_host import mapped_units
 from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.shard.server import snapshot
+from axon_ps.shard.server.model_capacity import free
 from axon_ps.shard.server.reports import ServerShell
 from axon_ps.shard.server.waiters import EventOrder, Waiters
 from axon_ps.types import Array
@@ -144,7 +145,7 @@ class ModelValues:
                     memory = await self._server.off_loop(make)
                     owned.refuse_corrupt()  # another check may have found corruption meanwhile
                     if memory is not None:
-                        owned.map(memory)
+                        await self._server.off_loop(partial(free, owned.map(memory)))
         mapped = owned.wire.mapped
         assert mapped is None or isinstance(mapped, SharedCopy), "only this makes them"
         return mapped

@@ -26,8 +26,7 @@ from axon_ps.rpc.server import Server, listen
 from axon_ps.rpc.service import service_handler
 from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.server.capacity import Capacity
-from axon_ps.shard.server.departure import hand_over
-from axon_ps.shard.server.job_watch import JobWatch
+from axon_ps.shard.server.departure import JobWatch, hand_over
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell

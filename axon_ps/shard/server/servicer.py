@@ -55,13 +55,13 @@ class ShardServicer:
     async def all_gather(self, context: ServerStream) -> None:
         """Serve gathers, one after the other."""
         while (request := await self._idle.next(context.read())) is not EOF:
-            tracer, calling = self._shell.tracer, self._shell.calling(request.context.incarnation)
+            tracer, calling = self._shell.tracer, self._shell.fence.calling(request.context.incarnation)
             with calling, tracer.serving("gather", request.context.traceparent) as span:
                 await self._gather(request, context, span)
 
     async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None) -> None:
         """Send chunks of a range, once the unit is at the version asked for."""
-        shell, member = await self._shell.fence(request.context)
+        shell, member = await self._shell.fence.worker(request.context)
         engine, generation = shell.engine, request.context.generation
         if span is not None:
             span.attributes.update(self._about(shell, member, request.unit), version=request.min_version)
@@ -70,7 +70,7 @@ class ShardServicer:
         if request.expected:
             await self._gather_speculative(shell, request, context, span)
             return
-        await shell.available(request.unit, request.begin, request.epoch, request.min_version, generation)
+        await shell.reads.available(request.unit, request.begin, request.epoch, request.min_version, generation)
         engine.counters["gathers"] += 1
         precision = engine.precision
         if request.compressed and precision.param_compression is None:
@@ -88,7 +88,7 @@ class ShardServicer:
                 if leased := await self._lease_to(member, shell, request, span):
                     await context.write(leased)
                     return
-                for frame in await shell.frames(request.unit, request.begin, request.end, generation):
+                for frame in await shell.reads.frames(request.unit, request.begin, request.end, generation):
                     _count(engine, "out", len(frame), span)
                     await context.write(frame)
             else:
@@ -96,7 +96,7 @@ class ShardServicer:
                     await self._shell.off_loop(partial(cast.warm_up, dtype))  # which may compile
                     self._warm.add(dtype)
                 for index in range(*owned.chunks.range_of(request.begin, request.end)):
-                    owned = await shell.unchanging(request.unit, request.begin, generation)
+                    owned = await shell.reads.unchanging(request.unit, request.begin, generation)
                     frame = engine.parameters.encode(owned, index, dtype)
                     await context.write(frame)
                     _count(engine, "out", len(frame), span)
@@ -111,7 +111,7 @@ class ShardServicer:
         parameters, where = shell.engine.parameters, (request.unit, request.begin)
         since, generation = request.since if request.HasField("since") else None, request.context.generation
         if not (frames := parameters.since(*where, request.end, since)):
-            await shell.unchanging(*where, generation)
+            await shell.reads.unchanging(*where, generation)
             frames = parameters.since(*where, request.end, since)
         for frame in frames:
             _count(shell.engine, "out", len(frame), span)
@@ -120,7 +120,7 @@ class ShardServicer:
             return
         chunks = shell.engine.slices.of(*where).chunks
         for index in range(*chunks.range_of(request.begin, request.end)):
-            frame = parameters.full(await shell.unchanging(*where, generation), index)
+            frame = parameters.full(await shell.reads.unchanging(*where, generation), index)
             _count(shell.engine, "out", len(frame), span)
             await context.write(frame)
 
@@ -143,7 +143,7 @@ class ShardServicer:
         engine = shell.engine
         peer = self._shell.same_host.find(member.id)
         while True:
-            owned = await shell.unchanging(request.unit, request.begin, request.context.generation)
+            owned = await shell.reads.unchanging(request.unit, request.begin, request.context.generation)
             header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
             if peer is None or dtype is not engine.precision.param or not engine.mappable(owned):
                 break
@@ -172,7 +172,7 @@ class ShardServicer:
         engine.counters["gathers"] += 1
         owned = engine.slices.of(request.unit, request.begin)
         for index in range(*owned.chunks.range_of(request.begin, request.end)):
-            frame = await shell.prepared(request.step, owned, index, hypers, request.context.generation)
+            frame = await shell.reads.prepared(request.step, owned, index, hypers, request.context.generation)
             _count(engine, "out", len(frame), span)
             await context.write(frame)
 
@@ -180,7 +180,7 @@ class ShardServicer:
         """Serve pushes, one after the other."""
         while (message := await self._idle.next(context.read())) is not EOF:
             header, payload = _first(message)
-            tracer, calling = self._shell.tracer, self._shell.calling(header.context.incarnation)
+            tracer, calling = self._shell.tracer, self._shell.fence.calling(header.context.incarnation)
             with calling, tracer.serving("push", header.context.traceparent) as span:
                 reply = await self._push(message, header, payload, context, span)
             await context.write(reply)
@@ -189,7 +189,7 @@ class ShardServicer:
         self, message: Any, header: common_pb2.Chunk, payload: memoryview, context: ServerStream, span: Span | None
     ) -> shard_pb2.ReduceScatterReply:
         """Add gradient chunks of one replica. See Note: [Two kinds of first message]."""
-        shell, member = await self._shell.fence(header.context)
+        shell, member = await self._shell.fence.worker(header.context)
         engine = shell.engine
         if span is not None:
             span.attributes.update(self._about(shell, member, header.unit), attempt=header.step)
@@ -199,7 +199,7 @@ class ShardServicer:
         position, end = _range_of(engine, header)
         engine.counters["pushes"] += 1
         summed = 0
-        with shell.pushing(header.context.generation):
+        with shell.gradients.under_way(header.context.generation):
             if header.numel == 0:
                 position = min(end, engine.gradients.resume_offset(step, unit, position, replica))
                 await context.write(shard_pb2.ReduceScatterReply(step=step, missing=position))
@@ -214,12 +214,14 @@ class ShardServicer:
                 position += header.numel
                 _count(engine, "in", len(message), span)
                 if header.absent:
-                    summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
+                    summed += await shell.gradients.push_absent(step, unit, header.offset, header.numel, replica)
                 else:
                     leased = header.HasField("lease")
                     for one in self._leased_payloads(engine, member, header, span) if leased else (payload,):
                         dtype, grad = _gradient(engine, header, one)
-                        summed += await shell.push((step, unit, header.offset, replica), dtype, grad, borrowed=leased)
+                        summed += await shell.gradients.push(
+                            (step, unit, header.offset, replica), dtype, grad, borrowed=leased
+                        )
                         if leased:
                             await asyncio.sleep(0)  # a lease may have MiBs
                 message = None
@@ -233,7 +235,7 @@ class ShardServicer:
     async def _store(self, message: Any, context: ServerStream) -> shard_pb2.UploadReply:
         """Store first values of a slice, f32."""
         header, payload = _first(message)
-        shell, _ = await self._shell.fence(header.context)
+        shell, _ = await self._shell.fence.worker(header.context)
         engine, epoch, unit = shell.engine, header.epoch, header.unit
         position, end = _range_of(engine, header)
         await shell.wait_withdrawn(epoch, header.context.generation)
@@ -255,9 +257,9 @@ class ShardServicer:
         if message is EOF:
             return
         header, payload = _first(message)
-        shell, member = await self._shell.fence_server(header.context)
+        shell, member = await self._shell.fence.server(header.context)
         placement = header.context.placement
-        with shell.pushing(header.context.generation):
+        with shell.gradients.under_way(header.context.generation):
             while message is not EOF:
                 total, nbytes = None, payload.nbytes
                 if header.HasField("lease"):
@@ -266,20 +268,20 @@ class ShardServicer:
                 elif not header.absent:
                     total = _total(header, payload)
                 shell.engine.counters["bytes_followed"] += nbytes
-                await shell.push_sum(header, total, placement)
+                await shell.gradients.push_sum(header, total, placement)
                 message = await self._idle.next(context.read())
                 if message is not EOF:
                     header, payload = decode_chunk(message)
                     if header.HasField("context"):
-                        await self._shell.fence_server(header.context)
+                        await self._shell.fence.server(header.context)
                         placement = header.context.placement
 
     async def copy(self, context: ServerStream) -> None:
         """Send all of a slice to a server that becomes a holder."""
         while (request := await self._idle.next(context.read())) is not EOF:
-            shell, _ = await self._shell.fence_server(request.context)
+            shell, _ = await self._shell.fence.server(request.context)
             generation = request.context.generation
-            owned = await shell.copy_of(request.slice, request.version, request.epoch, generation)
+            owned = await shell.reads.copy_of(request.slice, request.version, request.epoch, generation)
             async for chunk in copying.chunks(shell.engine, owned):
                 shell.check_generation(generation)
                 await context.write(chunk)
@@ -290,11 +292,11 @@ class ShardServicer:
 
     async def subscribe(self, context: ServerStream) -> None:
         """Serve versions of a model to a caller that need not be a member."""
-        await subscriptions.serve(self._shell, self._idle, context)
+        await subscriptions.serve(self._shell.fence, self._shell.pacer, self._idle, context)
 
     async def handshake(self, request: shard_pb2.HandshakeRequest, context: Any) -> shard_pb2.HandshakeReply:
         """Return the socket address for a worker or server of this host, so that memory can be shared."""
-        member = await self._shell.fence_member(request.context)
+        member = await self._shell.fence.member(request.context)
         return self._shell.same_host.handshake(member.id)
 
     async def echo(self, context: ServerStream) -> None:

@@ -13,47 +13,32 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from axon_ps.aggregation.server.shell import CollectiveShell, check_job
-from axon_ps.errors import (
-    AxonError,
-    Broken,
-    Busy,
-    Drained,
-    GenerationChanged,
-    InternalError,
-    InvalidRequest,
-    Misuse,
-    PermissionDenied,
-)
+from axon_ps.aggregation.server.shell import CollectiveShell
+from axon_ps.errors import AxonError, Drained, InternalError
 from axon_ps.host.priority import BACKGROUND, UNTHROTTLED
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work, process_measures, to_measures
-from axon_ps.rpc.limits import FENCE_S, MAX_NEWER
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.same_host.mapped_units import sum_memory
 from axon_ps.shard.server.apply import Pin
+from axon_ps.shard.server.calls.fence import Fence
 from axon_ps.shard.server.capacity import Capacity
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.model_shell import Averaging, ModelShell
 from axon_ps.shard.server.reports import Reports
-from axon_ps.shard.server.subscriptions import Pacer, SubscriberLimits, Subscriptions
-from axon_ps.shard.server.waiters import Waiters
+from axon_ps.shard.server.subscriptions import Pacer, SubscriberLimits
 from axon_ps.storage.manifest import discard
-from axon_ps.types import Array, Decision, Member, Membership, Outcome
+from axon_ps.types import Array, Decision, Membership, Outcome
 from axon_ps.wire.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
-from axon_ps.wire.v1.common_pb2 import CallContext
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-
-MAX_MEMBER_CALLS: Final = 1024
-"""Gathers, pushes and uploads of one worker that may be under way at a time."""
 
 _MEASURED = ("version", "step", "missing_chunks")
 _MEMORY = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
@@ -67,13 +52,14 @@ class ShardShell:
     """One shard server's models, with their connections, threads and timers.
 
     Args:
-        job: name of the job; calls for another one are refused.
+        job: name of the job.
         threads: threads for applying, per model; None = one per core this process may use.
         limits: limits of subscribers; None = the default.
         capacity: the memory that the server may allocate; None = the limit of the machine.
         queue: the part of it for gradients that arrive out of order; None = none, and they wait.
 
     Attributes:
+        fence: the check of calls.
         pacer: the schedule of chunks for subscribers.
         collectives: the collectives of workers; independent of the parameters.
         same_host: the workers and servers that this one shares memory with.
@@ -104,17 +90,12 @@ class ShardShell:
         self.capacity = capacity or Capacity()
         self.queue = queue or QueueLimit()
         self._threads = threads
-        self._generation = 0
-        self._membership: Membership | None = None
-        self._servers: dict[str, Member] = {}
         self._models: dict[int, ModelShell] = {}
-        self._released: dict[int, str] = {}
-        self._waiters = Waiters()
+        self.fence = Fence(job, self._models)
         self._files = ThreadPoolExecutor(1, "axon-ps-files")
         self._memory = ThreadPoolExecutor(1, "axon-ps-memory")
         self._tasks: set[asyncio.Task[None]] = set()
         self._works: list[Work] = []
-        self._calls: Counter[str] = Counter()  # under way, by member
         self.model(0)
 
     async def close(self) -> None:
@@ -144,8 +125,8 @@ class ShardShell:
         if number not in self._models:
             model = self._models[number] = ModelShell(number, self, self._threads, self._limits)
             model.engine.slices.allocate = self._sum_memory
-            if self._membership is not None:
-                model.on_event(self._membership)
+            if self.fence.membership is not None:
+                model.on_event(self.fence.membership)
         return self._models[number]
 
     def _sum_memory(self, numel: int) -> Array:
@@ -196,11 +177,9 @@ class ShardShell:
     def on_event(self, event: Event) -> None:
         """Take one event of the session, in order, on the loop's thread."""
         if isinstance(event, Membership):
-            self._membership = event
-            self._generation = event.generation
+            self.fence.set_members(event)
             self.collectives.on_membership(event)
             self.same_host.set_members(event)
-            self._servers = {m.incarnation: m for m in event.shards}
             if self.links is not None:
                 self.links.set_members(event)
             for model in self._models.values():
@@ -211,7 +190,7 @@ class ShardShell:
         elif isinstance(event, Decision) and event.copy is not None and event.outcome is Outcome.COMMIT:
             self._copy(event)
         elif isinstance(event, (JobState, Decision, RestoreOrder)):
-            if event.model not in self._released:
+            if event.model not in self.fence.released:
                 self.model(event.model).on_event(event)
         elif isinstance(event, SnapshotOrder):
             self._order_snapshot(event)
@@ -223,12 +202,12 @@ class ShardShell:
         assert decision.copy is not None
         source, version = self.model(decision.copy.source), decision.copy.version
         pinned: asyncio.Future[Pin] = asyncio.get_running_loop().create_future()
-        source.in_order(lambda: pinned.set_result(source.pin_for_copy(version)))
+        source.order.call(lambda: pinned.set_result(source.pin_for_copy(version)))
         self.model(decision.model).on_event(Averaging(decision, source, pinned))
 
     def _release(self, event: JobState) -> None:
         model = self._models.pop(event.model, None)
-        self._released[event.model] = event.name
+        self.fence.released[event.model] = event.name
         if model is not None:
             self.start(model.release())
         self.wake()
@@ -242,7 +221,7 @@ class ShardShell:
         for number, version in sorted(versions.items()):
             pinned = pins[number] = asyncio.get_running_loop().create_future()
             model = self.model(number)
-            model.in_order(lambda m=model, v=version, p=pinned: p.set_result(m.pins.pin(v)))  # type: ignore[misc]
+            model.order.call(lambda m=model, v=version, p=pinned: p.set_result(m.pins.pin(v)))  # type: ignore[misc]
         self.start(self._snapshot(order, versions, pins))
 
     async def _snapshot(
@@ -334,152 +313,4 @@ class ShardShell:
 
     def wake(self) -> None:
         """Wake callers that wait in `fence`, after a change of a model."""
-        self._waiters.wake_all()
-
-    # ------------------------------------------------------------------ streams
-
-    async def fence(self, context: CallContext) -> tuple[ModelShell, Member]:
-        """Return the model and the calling worker, once this server knows the caller's generation and placement.
-
-        Raises:
-            PermissionDenied: another job, or not a worker of the generation it names.
-            GenerationChanged: the caller's generation is over.
-            Misuse: the model was released.
-        """
-        model = await self._fence(context)
-        member = model.members.get(context.incarnation)
-        if member is None:
-            raise PermissionDenied(
-                f"incarnation {context.incarnation[:32]!r} is not a worker of generation {self._generation}"
-            )
-        return model, member
-
-    async def fence_server(self, context: CallContext) -> tuple[ModelShell, Member]:
-        """Fence a call of another shard server; see `fence`.
-
-        Raises:
-            PermissionDenied: another job, or not a shard server of the generation it names.
-            GenerationChanged: the caller's generation is over.
-            Misuse: the model was released.
-        """
-        model = await self._fence(context)
-        member = self._servers.get(context.incarnation)
-        if member is None:
-            raise PermissionDenied(
-                f"incarnation {context.incarnation[:32]!r} is not a shard server of generation {self._generation}"
-            )
-        return model, member
-
-    async def fence_member(self, context: CallContext) -> Member:
-        """Fence a call of a worker or a shard server, as `fence` does; return the caller."""
-        await self._fence(context)
-        server = self._servers.get(context.incarnation)
-        return server if server is not None else (await self.fence(context))[1]
-
-    def observed(self, context: CallContext) -> tuple[Subscriptions, ShardEngine]:
-        """Return the subscriptions to a model, and its engine, for a caller that need not be a member.
-
-        Raises:
-            PermissionDenied: another job.
-            Misuse: the model was released.
-            Busy: this server does not know the model yet.
-        """
-        check_job(context, self.job)
-        self._check_not_released(context.model)
-        model = self._models.get(context.model)
-        if model is None or not model.engine.configured:
-            raise Busy(f"this shard server does not know model {context.model} yet; try again")
-        return model.subscriptions, model.engine
-
-    def _check_not_released(self, number: int) -> None:
-        if number in self._released:
-            name = self._released[number]
-            raise Misuse(f"model {name!r} was released: its parameters are on the shard servers no more")
-
-    async def _fence(self, context: CallContext) -> ModelShell:
-        check_job(context, self.job, "" if self._membership is None else self._membership.state_id)
-        if not self._can_answer(context):
-            await self._catch_up(context)
-        self._check_not_released(context.model)
-        if context.model in self._models and (missing := self._models[context.model].capacity.missing):
-            raise Busy(missing)
-        if context.generation < self._generation:
-            raise GenerationChanged(
-                f"generation {context.generation} is over; the current one is {self._generation}", self._generation
-            )
-        model = self._models[context.model]
-        model.check_generation(context.generation)
-        return model
-
-    async def _catch_up(self, context: CallContext) -> None:
-        """Wait until this server knows enough to serve or to refuse a call; see `rpc.limits.FENCE_S`.
-
-        Raises:
-            InvalidRequest: its generation or placement is too far ahead of the job's.
-            Broken: this server has not learned of them in time.
-        """
-        model = self._models.get(context.model)
-        placement = None if model is None else model.engine.placement
-        for what, given, known in (
-            ("generation", context.generation, self._generation),
-            ("placement", context.placement, 0 if placement is None else placement.number),
-        ):
-            if given > known + MAX_NEWER:
-                raise InvalidRequest(f"{what} {given} is none of this job's; this server knows {known}")
-        while not self._can_answer(context):
-            try:
-                async with asyncio.timeout(FENCE_S):
-                    while not self._can_answer(context):
-                        await self._waiters.wait()
-            except TimeoutError:
-                if context.model in self._models and self._models[context.model].order.is_busy:
-                    continue  # it knows them, and allocates memory
-                raise Broken(
-                    f"this server has not heard of generation {context.generation} and placement {context.placement} "
-                    f"of model {context.model} within {FENCE_S:g} s; it knows generation {self._generation}"
-                ) from None
-
-    def calling(self, caller: str) -> MemberCall:
-        """Count a call of an incarnation while the context lasts."""
-        return MemberCall(self._calls, caller)
-
-    def _can_answer(self, context: CallContext) -> bool:
-        """Return True if this server knows enough to serve or to refuse a call."""
-        if context.model in self._released or context.generation < self._generation:
-            return True
-        model = self._models.get(context.model)
-        if model is not None and model.capacity.missing:
-            return True
-        if model is None or (placement := model.engine.placement) is None:
-            return False
-        return model.engine.generation >= context.generation and placement.number >= context.placement
-
-
-class MemberCall:
-    """The context of a call of a member.
-
-    Args:
-        calls: number of calls under way, by incarnation.
-        caller: incarnation of the caller.
-
-    Raises:
-        Busy: the caller has too many calls under way.
-    """
-
-    __slots__ = ("_caller", "_calls")
-
-    def __init__(self, calls: Counter[str], caller: str) -> None:
-        self._calls, self._caller = calls, caller
-
-    def __enter__(self) -> None:
-        if self._calls[self._caller] >= MAX_MEMBER_CALLS:
-            raise Busy(
-                f"{self._caller[:32]!r} has {MAX_MEMBER_CALLS} gathers and pushes under way at this server, which is "
-                "the most of a member; wait for some of them"
-            )
-        self._calls[self._caller] += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._calls[self._caller] -= 1
-        if not self._calls[self._caller]:
-            del self._calls[self._caller]
+        self.fence.wake()

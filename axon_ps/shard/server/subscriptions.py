@@ -245,25 +245,19 @@ class Subscriptions:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)  # type: ignore[arg-type]
 
 
-class ObservedServer(Protocol):
-    """The part of the server that `serve` needs.
-
-    Attributes:
-        pacer: the schedule of chunks.
-    """
-
-    pacer: Pacer
+class Observed(Protocol):
+    """The part of the server's fence that `serve` needs."""
 
     def observed(self, context: common_pb2.CallContext) -> tuple[Subscriptions, ShardEngine]:
         """Return the subscriptions to a model, and its engine, for a caller that need not be a member."""
 
 
-async def serve(server: ObservedServer, idle: IdleStreams, context: ServerStream) -> None:
+async def serve(fence: Observed, pacer: Pacer, idle: IdleStreams, context: ServerStream) -> None:
     """Serve one subscription: `reserve` and `pull` alternate until the stream ends."""
     request = await idle.next(context.read())
     if request is EOF:
         return
-    subscriptions, engine = server.observed(request.context)
+    subscriptions, engine = fence.observed(request.context)
     async with subscriptions.subscriber() as subscriber:
         while request is not EOF:
             kind = request.WhichOneof("request")
@@ -271,7 +265,7 @@ async def serve(server: ObservedServer, idle: IdleStreams, context: ServerStream
                 epoch, version = await subscriptions.reserve(subscriber, _wish(request.reserve))
                 await context.write(encode_chunk(common_pb2.Chunk(version=version, epoch=epoch), None))
             elif kind == "pull":
-                await _send(server.pacer, subscriptions, engine, subscriber, request.pull, context)
+                await _send(pacer, subscriptions, engine, subscriber, request.pull, context)
             else:
                 raise InvalidRequest("a subscriber sends reserve or pull; this is neither")
             request = await idle.next(context.read())

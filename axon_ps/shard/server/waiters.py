@@ -74,13 +74,13 @@ class EventOrder(Generic[E]):
 
     Args:
         take: takes one event.
-        must_wait: returns whether an event or a call has to wait for the step that is being applied.
+        must_wait: returns whether an event has to wait for the step that is being applied. A call never has to.
 
     Attributes:
         idle: set while no step is applied to the model, no copy is made from it, and no long work is under way.
     """
 
-    def __init__(self, take: Callable[[E], None], must_wait: Callable[[E | Callable[[], None]], bool]) -> None:
+    def __init__(self, take: Callable[[E], None], must_wait: Callable[[E], bool]) -> None:
         self.idle = asyncio.Event()
         self.idle.set()
         self._take = take
@@ -100,7 +100,7 @@ class EventOrder(Generic[E]):
         """Take an event once all earlier ones have been taken and it need not wait."""
         if self._stopped:
             return
-        if self._waiting or self._long or self._must_wait(event):
+        if self._waiting or self._is_held_back(event):
             self._waiting.append(event)
         else:
             self._take(event)
@@ -109,10 +109,14 @@ class EventOrder(Generic[E]):
         """Call a function once all earlier events have been taken."""
         if self._stopped:
             return
-        if self._waiting or self._long:
+        if self._waiting or self._is_held_back(call):
             self._waiting.append(call)
         else:
             call()
+
+    def _is_held_back(self, event: E | Callable[[], None]) -> bool:
+        """Return True if the first event or call of the queue has to wait."""
+        return self._long > 0 or (not callable(event) and self._must_wait(event))
 
     def begin(self) -> None:
         """Record that a step or a copy begins; `end` must follow."""
@@ -121,7 +125,7 @@ class EventOrder(Generic[E]):
 
     def end(self) -> None:
         """Record that a step or a copy has ended, and take the events that waited for it."""
-        while self._waiting and not (self._long or self._must_wait(self._waiting[0])):
+        while self._waiting and not self._is_held_back(self._waiting[0]):
             event = self._waiting.popleft()
             if callable(event):
                 event()

@@ -126,7 +126,7 @@ class Parameters:
             dtype: the wanted dtype.
 
         Returns:
-            A handle; its result is None if the unit must be gathered (see `ShardGroup.map`). It must not be
+            A handle; its result is None if the unit must be gathered (see `Mappings.map`). It must not be
             read after this worker's next vote.
         """
         with self._view.job.changed:
@@ -139,7 +139,7 @@ class Parameters:
 
     async def _map(self, unit: int, dtype: DType, epoch: int, version: int, span: Span | None) -> MappedCopy | None:
         asked = self._view.membership.generation, epoch
-        copy = await self._shards.map(
+        copy = await self._shards.mappings.map(
             unit,
             dtype=dtype,
             min_version=version,
@@ -159,11 +159,11 @@ class Parameters:
     @property
     def in_flight_bytes(self) -> int:
         """Bytes to gather, and to push, beyond those that are needed now, so that a long line is busy."""
-        return self._shards.in_flight_bytes
+        return self._shards.lines.in_flight_bytes
 
     def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
         """Return True if elements [begin, end) of a unit are known to be on servers that share memory with us."""
-        return self._shards.is_near(unit, begin, end)
+        return self._shards.routes.is_near(unit, begin, end)
 
     def gather_speculative(
         self,

@@ -50,7 +50,7 @@ def test_a_caller_of_a_state_that_is_lost_is_refused_for_the_present(generation:
         shards.on_event(membership)
         context = common_pb2.CallContext(job="j", generation=generation, incarnation="w", state_id="old")
         begin = encode_chunk(CollectiveChunk(begin=CollectiveBegin(context=context)), None)
-        for call in (shell.open(begin), shards.fence(context), shards.fence_server(context)):
+        for call in (shell.open(begin), shards.fence.worker(context), shards.fence.server(context)):
             with pytest.raises(Broken, match="of another state of the job than this server's"):
                 await call
         shell.close()

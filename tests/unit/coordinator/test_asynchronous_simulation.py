@@ -111,8 +111,8 @@ class Server(Client):
             e.configure(event.spec, self.peer.rank, SERVERS, event.placement)
         elif isinstance(event, Decision):
             self.slices = e.decide(event)
-        if isinstance(event, JobState) and event.optimizer is not None and e.updater is None:
-            e.set_optimizer(event.optimizer)
+        if isinstance(event, JobState) and event.optimizer is not None and e.optimizer.updater is None:
+            e.optimizer.set(event.optimizer)
         self.report()
 
     def report(self) -> None:
@@ -132,7 +132,7 @@ class Server(Client):
             return False
         owned = self.slices.pop(0)
         for index in range(len(owned.chunks.bounds)):
-            owned.apply(index, index + 1, self.engine.scratch())
+            owned.change.apply(index, index + 1, self.engine.scratch())
         owned.finish()
         if not self.slices:
             self.report()

@@ -85,7 +85,7 @@ class Servers:
         self.engines = [ShardEngine(queue) for queue in self.queues]
         for rank, engine in enumerate(self.engines):
             engine.configure(spec, rank, num_servers)
-            engine.set_optimizer(optimizer or one_group(spec.layout, lr=0.1))
+            engine.optimizer.set(optimizer or one_group(spec.layout, lr=0.1))
             engine.membership(1, 1, 0, replicas)
 
     @property
@@ -183,5 +183,5 @@ def apply(engine: ShardEngine, decision: Decision) -> None:
     for owned in engine.decide(decision):
         chunks = len(owned.chunks.bounds)
         for first in range(0, chunks, 2):
-            owned.apply(first, min(first + 2, chunks), scratch)
+            owned.change.apply(first, min(first + 2, chunks), scratch)
         owned.finish()

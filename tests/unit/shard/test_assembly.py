@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.shard.client.assembly import Assembly, Values
+from axon_ps.shard.client.assembly import ArrivingVersion, Values
 from axon_ps.types import DType
 from axon_ps.wire.changes import encode_changes
 from axon_ps.wire.codec import dtype_to_proto
@@ -17,15 +17,15 @@ SPEC = job_of(layout_of([100, 60], [30]), chunk_numel=32, min_slice_numel=32)
 SLICES = SPEC.plan(2).numbered  # two of unit 0, one of unit 1
 
 
-def assembly(version: int = 1, base: Values | None = None) -> Assembly:
-    return Assembly(SPEC, 2, DType.F32, 0, version, base)
+def assembly(version: int = 1, base: Values | None = None) -> ArrivingVersion:
+    return ArrivingVersion(SPEC, 2, DType.F32, 0, version, base)
 
 
 def header(unit: int, begin: int, end: int, version: int = 1, dtype: DType = DType.F32) -> common_pb2.Chunk:
     return common_pb2.Chunk(unit=unit, offset=begin, numel=end - begin, version=version, dtype=dtype_to_proto(dtype))
 
 
-def send(to: Assembly, number: int, value: float) -> None:
+def send(to: ArrivingVersion, number: int, value: float) -> None:
     s = SLICES[number]
     for begin, end in s.chunks(32):
         values = np.full(end - begin, value, np.float32)

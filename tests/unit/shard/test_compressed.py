@@ -143,7 +143,11 @@ def test_speculative_frames_are_those_of_the_commit(commits: bool) -> None:
     made, other = servers(job()), servers(job())
     made.train_step([[normals(341, 1), normals(50, 1), None]])
     other.train_step([[normals(341, 1), normals(50, 1), None]])
-    hyper = tuple(made.engines[0].updater.expected(({"lr": 0.1},)).hypers) if made.engines[0].updater else ()
+    hyper = (
+        tuple(made.engines[0].optimizer.updater.expected(({"lr": 0.1},)).hypers)
+        if made.engines[0].optimizer.updater
+        else ()
+    )
     grads = [normals(341, 2), normals(50, 2)]
     for unit in (0, 1):
         made.push(unit, 0, grads[unit])
@@ -151,7 +155,9 @@ def test_speculative_frames_are_those_of_the_commit(commits: bool) -> None:
     for engine in made.engines:
         for number, owned in engine.slices.items():
             for index in range(len(owned.chunks.bounds) if owned.trainable else 0):
-                speculative[number, index] = engine.prepare_chunk(engine.step, owned, index, hyper, engine.scratch())
+                speculative[number, index] = engine.expected.prepare_chunk(
+                    engine.step, owned, index, hyper, engine.scratch()
+                )
     if commits:
         for engine in made.engines:
             apply(engine, commit_of(engine, hyper))

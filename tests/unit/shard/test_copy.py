@@ -59,7 +59,7 @@ def copied(target: Servers, source: Servers, weight: float) -> None:
     for engine, other in zip(target.engines, source.engines, strict=True):
         for owned in engine.decide(decision):
             for index in range(len(owned.chunks.bounds)):
-                owned.copy(index, index + 1, other.slices[owned.number], weight, engine.scratch())
+                owned.change.copy(index, index + 1, other.slices[owned.number], weight, engine.scratch())
             owned.finish()
 
 
@@ -133,7 +133,7 @@ def test_a_mapped_unit_is_withdrawn_while_it_is_copied_and_says_its_version_then
         assert not shared.lease(0, 1).tag % VERSIONS
         for number, owned in engine.slices.items():
             chunks = len(owned.chunks.bounds)
-            owned.copy(0, chunks, other.slices[number], 1.0, engine.scratch(chunks))
+            owned.change.copy(0, chunks, other.slices[number], 1.0, engine.scratch(chunks))
             owned.finish()
         np.testing.assert_array_equal(shared.values, OTHERS[1])
         assert shared.lease(0, 1).tag % VERSIONS == holds + 1
@@ -210,7 +210,7 @@ class Job:
         for unit, owned in self.slices(0).items():
             for begin, end in owned.chunks.bounds:
                 whole = np.full(end - begin, grad, np.float32)
-                await self.shell.model(0).push((self.steps[0], unit, begin, 0), DType.F32, whole)
+                await self.shell.model(0).gradients.push((self.steps[0], unit, begin, 0), DType.F32, whole)
         while (0, self.steps[0]) not in self.reports.readied:
             await asyncio.sleep(0)
         self.decide(0)
@@ -303,7 +303,7 @@ def test_what_is_released_is_freed_once_nobody_copies_from_it_and_is_refused_the
         np.testing.assert_array_equal(job.values(1), OTHERS[0])
         context = CallContext(job="j", generation=1, incarnation="w")
         with pytest.raises(Misuse, match="model 'm0' was released"):
-            await job.shell.fence(context)
+            await job.shell.fence.worker(context)
         while source.engine.slices:
             await asyncio.sleep(0)
         assert job.shell.statistics()["master_bytes"] == 4 * sum(v.size for v in VALUES)

@@ -174,7 +174,7 @@ def test_a_spoiled_sum_is_not_reported_as_ready() -> None:
     made.step(2)
     engine, owned = next((made.engines[r], s) for r, s in made.copies(0) if s.primary)
     flipped(owned.accumulators[0].array, 0, 1)
-    assert not owned.check_gradient(0, 0)
+    assert owned.accumulators[0].check((0,)) == [block_of(owned, GRADIENT, 0)]
     assert engine.gradients.ready() is None
 
 
@@ -207,7 +207,7 @@ def test_an_update_of_what_changed_is_not_prepared(name: str) -> None:
     engine, owned = next((made.engines[r], s) for r, s in made.copies(0) if s.primary)
     flipped(owned.accumulators[0].array if name == GRADIENT else owned.master.arrays()[name], 1, 4)
     with pytest.raises(StepAborted, match="a chunk of unit 0 is corrupt"):
-        engine.prepare_chunk(engine.step, owned, 0, ({"lr": 0.1},), engine.scratch())
+        engine.expected.prepare_chunk(engine.step, owned, 0, ({"lr": 0.1},), engine.scratch())
     assert owned.take_corruptions() == [block_of(owned, name, 1)]
     assert owned.corrupt == (name != GRADIENT)
     assert engine.gradients.ready() is None
@@ -219,7 +219,7 @@ def test_copying_values_that_changed_makes_none() -> None:
     flipped(theirs.master.values, 2, 2)
     ours.begin_copy(2)
     scratch = ours.wire.scratch(len(ours.chunks.bounds))
-    ours.copy(0, len(ours.chunks.bounds), theirs, 0.5, scratch)
+    ours.change.copy(0, len(ours.chunks.bounds), theirs, 0.5, scratch)
     ours.finish()
     assert ours.corrupt
 

@@ -163,7 +163,7 @@ def prepared(engine: ShardEngine) -> dict[tuple[int, int], bytes]:
     frames = {}
     for number, owned in engine.slices.items():
         for index in range(len(owned.chunks.bounds) if owned.trainable else 0):
-            frame = engine.prepare_chunk(engine.step, owned, index, HYPER, engine.scratch())
+            frame = engine.expected.prepare_chunk(engine.step, owned, index, HYPER, engine.scratch())
             assert frame is not None
             frames[number, index] = frame
     return frames
@@ -231,7 +231,7 @@ def test_the_values_of_another_model_travel_exactly(weight: float) -> None:
             source, scratch = theirs.slices[owned.number], engine.scratch()
             assert engine.parameters.since(owned.chunks.unit, owned.chunks.begin, owned.chunks.end, 7) == ()
             for index in range(len(owned.chunks.bounds)):
-                owned.copy(index, index + 1, source, weight, scratch)
+                owned.change.copy(index, index + 1, source, weight, scratch)
             owned.finish()
     for unit in range(3):
         assert worker.gather(made, unit).tobytes() == master(made, unit).tobytes()
@@ -246,10 +246,10 @@ def test_what_a_replaced_unit_was_expected_to_become_is_gone() -> None:
     made = servers()
     made.train_step([grads(1)], HYPER)
     engine, owned = made.engines[0], made.engines[0].slices[0]
-    assert engine.prepare_chunk(1, owned, 0, HYPER, engine.scratch()) == owned.wire.frames[0]
+    assert engine.expected.prepare_chunk(1, owned, 0, HYPER, engine.scratch()) == owned.wire.frames[0]
     owned.publish(1)
     with pytest.raises(StepAborted, match="was replaced after step 1"):
-        engine.prepare_chunk(1, owned, 0, HYPER, engine.scratch())
+        engine.expected.prepare_chunk(1, owned, 0, HYPER, engine.scratch())
 
 
 def test_a_number_that_is_none_reaches_the_workers() -> None:
@@ -352,7 +352,7 @@ def test_two_thread_orders_of_an_update_give_the_same_bits() -> None:
         scratch = engine.scratch()
         for owned in engine.decide(commit_of(engine, HYPER)):
             for index in reversed(range(len(owned.chunks.bounds))):
-                owned.apply(index, index + 1, scratch)
+                owned.change.apply(index, index + 1, scratch)
             owned.finish()
     for mine, theirs in zip(made.engines, other.engines, strict=True):
         assert all(s.wire.frames == theirs.slices[n].wire.frames for n, s in mine.slices.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_ps.shard.core.kernel_ranges import KernelRange, cut, kernel_ranges
+from axon_ps.shard.core.master import KernelRange, cut, kernel_ranges
 from axon_ps.sharding.layout import build_unit
 from axon_ps.types import DType
 

@@ -22,13 +22,13 @@ from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.core.wire_copy import WireCopy
 from axon_ps.shard.server import copying, model_shell, model_values
 from axon_ps.shard.server.links import Links
+from axon_ps.shard.server.model_capacity import RELEASED_NUMEL, free
 from axon_ps.shard.server.shell import ShardShell
-from axon_ps.shard.server.waiters import EventOrder
 from axon_ps.sharding.placement import Placement, Server, new_placement
 from axon_ps.types import Decision, DType, Member, Membership, Outcome, Role
 from axon_ps.wire.events import JobState, Ready, RestoreOrder
 from axon_ps.wire.v1.common_pb2 import CallContext
-from engine_driver import job_of, layout_of, one_group
+from engine_driver import Servers, job_of, layout_of, one_group
 
 HANG_S = 120.0
 LAYOUT = layout_of([20_000], [20_000])
@@ -119,14 +119,14 @@ class Job:
         for owned in self.shell.model(model).engine.slices.primaries:
             for begin, end in owned.chunks.bounds:
                 grad = np.ones(end - begin, np.float32)
-                await self.shell.model(model).push((step, owned.chunks.unit, begin, 0), DType.F32, grad)
+                await self.shell.model(model).gradients.push((step, owned.chunks.unit, begin, 0), DType.F32, grad)
 
     async def others_are_served(self) -> None:
         """Do what goes on beside: a heartbeat's figures, a fenced call, a push to the other model."""
         assert "slice_bytes" in self.shell.measures()
         engine = self.shell.model(1).engine
         context = CallContext(job="j", generation=engine.generation, incarnation="w", model=1)
-        model, member = await self.shell.fence(context)
+        model, member = await self.shell.fence.worker(context)
         assert (model.number, member.rank) == (1, 0)
         await self.push(1, engine.step)
 
@@ -178,13 +178,13 @@ def test_a_model_is_made_beside_what_else_a_server_does(run: Run, owner: Any, na
             job.shell.on_event(job.state(0))
             await work.began.wait()
             assert job.model.order.is_busy
-            caller = asyncio.ensure_future(job.shell.fence(CALLER))
+            caller = asyncio.ensure_future(job.shell.fence.worker(CALLER))
             await asyncio.sleep(0)
             if name != "add_moments":  # before that, nothing is known to callers
                 assert not caller.done(), "it is not there yet"
         assert (await caller)[0] is job.model
         assert job.model.engine.configured
-        assert job.model.engine.updater is not None
+        assert job.model.engine.optimizer.updater is not None
 
     run(body)
 
@@ -192,13 +192,13 @@ def test_a_model_is_made_beside_what_else_a_server_does(run: Run, owner: Any, na
 def test_a_caller_waits_for_a_model_that_is_being_made_as_long_as_that_takes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("axon_ps.shard.server.shell.FENCE_S", 0.0)
+    monkeypatch.setattr("axon_ps.shard.server.calls.fence.FENCE_S", 0.0)
 
     async def body(job: Job) -> None:
         async with job.long(shared_memory, "_populate") as work:
             job.shell.on_event(job.state(0))
             await work.began.wait()
-            caller = asyncio.ensure_future(job.shell.fence(CALLER))
+            caller = asyncio.ensure_future(job.shell.fence.worker(CALLER))
             for _ in range(10):
                 await asyncio.sleep(0)
             assert not caller.done()
@@ -214,12 +214,12 @@ def test_what_is_decided_about_a_model_that_is_being_made_waits_in_order(run: Ru
             job.shell.on_event(job.state(0))
             await work.began.wait()
             job.shell.on_event(replace(job.membership, generation=2, step=2))
-            job.model.in_order(lambda: called.append(job.model.engine.generation))
+            job.model.order.call(lambda: called.append(job.model.engine.generation))
             job.shell.on_event(replace(job.membership, generation=3, step=3))
             assert job.model.engine.generation == 1
             assert not called
             with pytest.raises(GenerationChanged):
-                await job.shell.fence(CALLER)
+                await job.shell.fence.worker(CALLER)
         assert called == [2]
         assert job.model.engine.generation == 3
 
@@ -243,7 +243,7 @@ def test_first_values_are_published_beside_what_else_a_server_does(run: Run, own
             assert not job.model.engine.parameters.available(0, 0, 0)
         await uploading
         assert job.reports.initialized_at.count((0, 0)) == 1
-        frames = await job.model.frames(0, 0, 20_000, 1)
+        frames = await job.model.reads.frames(0, 0, 20_000, 1)
         assert len(frames) == 2
 
     run(body)
@@ -257,7 +257,7 @@ def test_a_backup_makes_the_frames_that_somebody_asks_for_beside_what_else_it_do
         unit, end = owned.chunks.unit, owned.chunks.end
         asked = []
         async with job.long(WireCopy, "encode_all") as work:
-            asked = [asyncio.ensure_future(job.model.frames(unit, 0, end, 1)) for _ in range(2)]
+            asked = [asyncio.ensure_future(job.model.reads.frames(unit, 0, end, 1)) for _ in range(2)]
             await work.began.wait()
         first, second = await asyncio.gather(*asked)
         assert first == second
@@ -287,6 +287,69 @@ def test_a_unit_is_mapped_beside_what_else_a_server_does_and_no_step_begins_mean
         np.testing.assert_array_equal(owned.master.values, before - 1.0)
 
     run(body)
+
+
+@pytest.mark.parametrize("param", [DType.F32, DType.BF16], ids=lambda dtype: dtype.value)
+def test_what_a_mapping_replaces_is_freed_beside_what_else_a_server_does(run: Run, param: DType) -> None:
+    spec = job_of(LAYOUT, chunk_numel=16_384, min_slice_numel=1 << 20, param=param)
+
+    async def body(job: Job) -> None:
+        await job.configured(copies=1, spec=spec, placement=new_placement(spec.plan(1), [BOTH[0]], 1))
+        await job.upload()
+        owned = job.model.engine.slices[0]
+        before = [*owned.wire.frames, *([owned.master.values] if param is DType.F32 else [])]
+        freed: list[Any] = []
+
+        def free(memory: list[Any]) -> None:
+            freed.extend(memory)
+
+        job.patch.setattr(model_values, "free", free)
+        async with job.long(model_values, "free"):
+            mapping = asyncio.ensure_future(job.model.values.mapped(owned))
+        assert await mapping is owned.wire.mapped
+        assert [id(each) for each in freed] == [id(each) for each in before]
+
+    run(body)
+
+
+class Counted:
+    """An array that counts how much of it is freed at a time."""
+
+    def __init__(self, numel: int) -> None:
+        self.size = numel
+        self.freed: list[int] = []
+
+    def resize(self, numel: int) -> None:
+        self.freed.append(self.size - numel)
+        self.size = numel
+
+
+def test_memory_is_freed_a_piece_at_a_time_however_much_it_is() -> None:
+    large, small = Counted(5 * RELEASED_NUMEL + 1), Counted(RELEASED_NUMEL)
+    memory: list[Any] = [large, small, b"a frame"]
+    free(memory)
+    assert not memory
+    assert large.freed == [RELEASED_NUMEL] * 5
+    assert (large.size, small.freed) == (1, [])
+
+
+def test_memory_that_is_read_elsewhere_is_not_freed() -> None:
+    values = np.ones(2 * RELEASED_NUMEL, np.float32)
+    free([values[:], values])
+    assert values.size == 2 * RELEASED_NUMEL
+    assert values[-1] == 1.0
+
+
+def test_a_slice_gives_all_its_memory_to_be_freed() -> None:
+    made = Servers(job_of(LAYOUT), optimizer=one_group(LAYOUT, "adam", lr=1.0))
+    made.upload([np.zeros(20_000, np.float32)] * 2)
+    (engine,) = made.engines
+    owned = engine.slices[0]
+    sizes = owned.memory()
+    assert sum(each.nbytes if isinstance(each, np.ndarray) else len(each) for each in owned.close()) == sum(
+        sizes.values()
+    )
+    assert not owned.wire.frames
 
 
 class Stream:
@@ -380,7 +443,7 @@ def test_a_call_that_is_cancelled_ends_when_the_thread_has(run: Run) -> None:
         await job.upload()
         owned = next(s for s in job.model.engine.slices.values() if not s.primary)
         async with job.long(WireCopy, "encode_all") as work:
-            asked = asyncio.ensure_future(job.model.frames(owned.chunks.unit, 0, owned.chunks.end, 1))
+            asked = asyncio.ensure_future(job.model.reads.frames(owned.chunks.unit, 0, owned.chunks.end, 1))
             await work.began.wait()
             job.shell.on_event(replace(job.membership, generation=2))
             for _ in range(2):
@@ -422,31 +485,3 @@ def test_restores_are_made_in_the_order_in_which_they_came(run: Run) -> None:
         assert job.model.values.served == 2
 
     run(body)
-
-
-@pytest.mark.parametrize("ends", [False, True], ids=["a call ends", "the server ends"])
-def test_events_that_wait_for_cancelled_work_are_taken_unless_the_server_ends(ends: bool) -> None:
-    async def test() -> None:
-        taken: list[int] = []
-        order: EventOrder[int] = EventOrder(taken.append, lambda event: False)
-
-        async def work() -> None:
-            async with order.begin_work():
-                await asyncio.Event().wait()
-
-        tasks = [asyncio.create_task(work()) for _ in range(2)]
-        await asyncio.sleep(0)
-        order.on_event(1)
-        order.call(lambda: order.on_event(2))
-        tasks[1].cancel()
-        await asyncio.wait([tasks[1]])
-        assert not taken, "the first one works on"
-        if ends:
-            order.stop()
-        tasks[0].cancel()
-        await asyncio.wait([tasks[0]])
-        assert order.idle.is_set()
-        order.on_event(3)
-        assert taken == ([] if ends else [1, 2, 3])
-
-    asyncio.run(test())

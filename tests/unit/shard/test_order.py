@@ -112,7 +112,7 @@ def test_chunks_may_be_applied_in_any_order_and_in_runs(order: list[int], length
         assert len(chunks) == 12
         for owned, index in (chunks[number] for number in numbers):
             if index % run == 0:
-                owned.apply(index, min(index + run, len(owned.chunks.bounds)), engine.scratch(run))
+                owned.change.apply(index, min(index + run, len(owned.chunks.bounds)), engine.scratch(run))
         for owned in slices:
             owned.finish()
         results.append([servers.values(unit).tobytes() for unit in range(2)])

@@ -19,7 +19,7 @@ from axon_ps.optim import names
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.core.slices import OwnedSlice
-from axon_ps.shard.server.forwarding import Forwarding
+from axon_ps.shard.server.forwarding import BackupStreams
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Holders, Placement, Server, new_placement
 from axon_ps.sharding.plan import PlanOptions
@@ -87,7 +87,7 @@ class Replicated:
         """A server that has just come."""
         engine = self.engines[rank] = ShardEngine()
         engine.configure(self.spec, rank, 2, self.placement)
-        engine.set_optimizer(self.optimizer)
+        engine.optimizer.set(self.optimizer)
         engine.membership(self.generation, step, version, self.replicas)
         return engine
 
@@ -614,7 +614,7 @@ def test_a_server_whose_slices_have_left_forwards_none_of_them_after_a_broken_st
 
     async def forwarded() -> None:
         links: Any = Links()
-        forwarding = Forwarding(0, engine, links, lambda owned: None)
+        forwarding = BackupStreams(0, engine, links, lambda owned: None)
         forwarding.on_placement()
         (follower,) = forwarding._followers.values()
         assert follower.queue

@@ -80,7 +80,7 @@ def test_while_a_step_is_applied_it_holds_no_version() -> None:
     assert owned.wire.mapped is not None
     with pytest.raises(AssertionError, match="being changed"):
         owned.map(owned.wire.mapped)
-    owned.apply(0, len(owned.chunks.bounds), engine.scratch(8))
+    owned.change.apply(0, len(owned.chunks.bounds), engine.scratch(8))
     owned.finish()
     assert copy.is_at(1)
     assert np.all(copy.values != before)
@@ -131,7 +131,7 @@ def test_prepared_frames_are_served_beside_it() -> None:
     hyper = ({"lr": 0.1},)
     owned = engine.slices[0]
     chunks = range(len(owned.chunks.bounds))
-    prepared = tuple(engine.prepare_chunk(engine.step, owned, i, hyper, engine.scratch()) for i in chunks)
+    prepared = tuple(engine.expected.prepare_chunk(engine.step, owned, i, hyper, engine.scratch()) for i in chunks)
     assert copy.is_at(0)
     for one in (made, plain):
         one.commit(hyper)
@@ -146,7 +146,7 @@ def test_a_commit_before_every_frame_was_prepared_serves_no_half_of_them() -> No
     for one in (made, plain):
         one.push(0, 0, grad(0))
     hyper = ({"lr": 0.1},)
-    assert engine.prepare_chunk(engine.step, engine.slices[0], 0, hyper, engine.scratch())
+    assert engine.expected.prepare_chunk(engine.step, engine.slices[0], 0, hyper, engine.scratch())
     for one in (made, plain):
         one.commit(hyper)
     assert engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N)
@@ -160,7 +160,7 @@ def test_values_that_replace_others_are_seen_when_all_are_there() -> None:
     assert not copy.is_at(0)
     other = np.arange(N, dtype=np.float32)
     for index, (begin, end) in enumerate(owned.chunks.bounds):
-        owned.store(index, other[begin:end])
+        owned.arriving.store(index, other[begin:end], owned.master.values)
     assert not copy.is_at(0)
     owned.publish(7)
     assert copy.is_at(7)

@@ -157,7 +157,7 @@ def test_the_optimizer_may_be_registered_after_the_restore(tmp_path: Path) -> No
     late = ShardEngine()
     late.configure(job_of(units), 0, 1)
     restore(late, str(tmp_path), 1)
-    late.set_optimizer(optimizer_of(units))
+    late.optimizer.set(optimizer_of(units))
     early = restored(made(units, 1), str(tmp_path), 1)
     for unit, owned in early.engines[0].slices.items():
         assert {n: s.tobytes() for n, s in late.slices[unit].master.state.items()} == {
@@ -181,10 +181,10 @@ def test_moments_of_another_optimizer_are_not_taken(tmp_path: Path, late: bool) 
     engine.configure(job_of(units), 0, 1)
     lion = OptimizerSpec(name="lion", groups=({"lr": 0.1},), group_of=(0, 0))
     if not late:
-        engine.set_optimizer(lion)
+        engine.optimizer.set(lion)
     restore(engine, str(tmp_path), 1)
     if late:
-        engine.set_optimizer(lion)
+        engine.optimizer.set(lion)
     assert list(engine.slices[0].master.state) == ["exp_avg"]
     assert not engine.slices[0].master.state["exp_avg"].any()
     assert engine.slices[0].master.parameter_updates() == (0, 0)
@@ -211,7 +211,7 @@ def test_a_checkpoint_without_optimizer(tmp_path: Path) -> None:
     servers.upload(first_values(units))
     save(servers, str(tmp_path), None)
     restore(engine, str(tmp_path), 0)
-    engine.set_optimizer(optimizer_of(units))
+    engine.optimizer.set(optimizer_of(units))
     assert engine.slices[0].master.values.tobytes() == first_values(units)[0].tobytes()
 
 
@@ -319,7 +319,7 @@ def test_a_snapshot_waits_for_the_apply_that_leads_to_its_version(tmp_path: Path
     for owned in changed:
         assert not entries
         for index in range(len(owned.chunks.bounds)):
-            owned.apply(index, index + 1, engine.scratch())
+            owned.change.apply(index, index + 1, engine.scratch())
         owned.finish()
         pins.notify()
     writer.join()
@@ -359,7 +359,7 @@ def test_a_kernel_that_fails_is_reported() -> None:
         failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         pool = ApplyPool(engine, VersionPins(), None, OwnedSlice.finish, failed.set_result)
         slices = engine.decide(commit_of(engine))
-        engine.slices[0]._update = None
+        engine.slices[0].change = None
         pool.start(slices)
         error = await failed
         pool.close()

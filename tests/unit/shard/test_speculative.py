@@ -33,7 +33,9 @@ def prepare(engine: ShardEngine, hyper: Hyper = ADAMW, step: int | None = None) 
     step = engine.step if step is None else step
     scratch = engine.scratch()
     owned = engine.slices[0]
-    return tuple(engine.prepare_chunk(step, owned, i, (hyper,), scratch) for i in range(len(owned.chunks.bounds)))
+    return tuple(
+        engine.expected.prepare_chunk(step, owned, i, (hyper,), scratch) for i in range(len(owned.chunks.bounds))
+    )
 
 
 def frame_bytes(engine: ShardEngine) -> float:
@@ -123,12 +125,12 @@ def test_what_cannot_be_prepared_says_so() -> None:
     with pytest.raises(InvalidRequest, match="expect different"):
         prepare(engine, {"lr": 0.2})
     with pytest.raises(Misuse, match="frozen"):
-        engine.prepare_chunk(engine.step, engine.slices[1], 0, (ADAMW,), engine.scratch())
+        engine.expected.prepare_chunk(engine.step, engine.slices[1], 0, (ADAMW,), engine.scratch())
     made = servers(replicas=1)
     (engine,) = made.engines
     made.push(0, 0, grad(0))
     with pytest.raises(InvalidRequest, match="2 groups"):
-        engine.prepare_chunk(engine.step, engine.slices[0], 0, (ADAMW, ADAMW), engine.scratch())
+        engine.expected.prepare_chunk(engine.step, engine.slices[0], 0, (ADAMW, ADAMW), engine.scratch())
 
 
 def test_what_was_prepared_of_a_slice_is_discarded_if_one_of_its_parameters_is_left_alone() -> None:

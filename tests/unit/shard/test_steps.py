@@ -133,7 +133,7 @@ def test_nothing_works_before_the_layout() -> None:
         with pytest.raises(Misuse, match="no layout yet"):
             call()
     with pytest.raises(Misuse, match="before the layout"):
-        engine.set_optimizer(one_group(LAYOUT))
+        engine.optimizer.set(one_group(LAYOUT))
     assert not engine.configured
     assert not engine.parameters.initialized
 
@@ -149,18 +149,18 @@ def test_what_another_server_owns_is_refused() -> None:
 def test_a_second_spec_or_optimizer_is_refused() -> None:
     (engine,) = servers().engines
     engine.configure(SPEC, 0, 1)
-    engine.set_optimizer(one_group(LAYOUT, lr=0.1))
+    engine.optimizer.set(one_group(LAYOUT, lr=0.1))
     with pytest.raises(Misuse, match="configured for another job spec: chunk_numel"):
         engine.configure(job_of(LAYOUT, chunk_numel=16), 0, 1)
     with pytest.raises(Misuse, match="one optimizer"):
-        engine.set_optimizer(one_group(LAYOUT, "adam"))
+        engine.optimizer.set(one_group(LAYOUT, "adam"))
 
 
 def test_groups_must_cover_the_layout() -> None:
     engine = ShardEngine()
     engine.configure(SPEC, 0, 1)
     with pytest.raises(InvalidRequest, match="groups of 2 parameters; the layout has 3"):
-        engine.set_optimizer(OptimizerSpec(name="sgd", groups=({},), group_of=(0, 0)))
+        engine.optimizer.set(OptimizerSpec(name="sgd", groups=({},), group_of=(0, 0)))
 
 
 # ---------------------------------------------------------------------- first values
@@ -215,7 +215,7 @@ def test_a_unit_is_served_as_soon_as_its_own_apply_is_done() -> None:
     assert not engine.parameters.available(0, 0, 1)
     assert engine.parameters.available(0, 0, 0)  # the old frames are still there for those who want no later version
     for index in range(4):
-        engine.slices[0].apply(index, index + 1, engine.scratch())
+        engine.slices[0].change.apply(index, index + 1, engine.scratch())
     engine.slices[0].finish()
     assert engine.parameters.available(0, 0, 1)
     assert not engine.parameters.available(1, 0, 1)
@@ -239,7 +239,7 @@ def test_pushes_of_the_next_step_wait_for_the_decision_and_for_the_units_apply()
     engine.decide(commit_of(engine))
     assert push(engine, step=2) is Push.WAIT
     for index in range(4):
-        engine.slices[0].apply(index, index + 1, engine.scratch())
+        engine.slices[0].change.apply(index, index + 1, engine.scratch())
     engine.slices[0].finish()
     assert push(engine, step=2) is Push.SUMMED
     assert push(engine, unit=1, step=2) is Push.WAIT
@@ -361,7 +361,7 @@ def test_a_generation_that_begins_while_units_are_applied_lets_them_finish() -> 
     assert push(engine, step=3) is Push.WAIT
     for owned in slices:
         for index in range(len(owned.chunks.bounds)):
-            owned.apply(index, index + 1, engine.scratch())
+            owned.change.apply(index, index + 1, engine.scratch())
         owned.finish()
     assert push(engine, step=3) is Push.SUMMED
     assert np.allclose(made.values(0), 0.9)

@@ -23,6 +23,7 @@ class Restored:
 
     def __init__(self) -> None:
         self.asked = threading.Event()
+        self.mappings = self
 
     async def gather(self, *_: Any, **__: Any) -> int:
         self.asked.set()
