@@ -17,7 +17,7 @@ from axon_ps.types import Role
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
     from axon_ps.coordinator.client.operator import OperatorClient
-    from axon_ps.observe.work import Work
+    from axon_ps.observe.work import LongWork
 
 _ASK_S = 0.2
 """Seconds between two looks at a drain's progress."""
@@ -40,9 +40,9 @@ def drain(
 ) -> None:
     """Move everything that a shard server holds to others while training goes on; then it leaves the job and ends."""
     from axon_ps.cli.terminal.progress import Progress
-    from axon_ps.observe.work import Work
+    from axon_ps.observe.work import LongWork
 
-    work = Work("drain")
+    work = LongWork("drain")
     with Progress(f"draining shard server {server}", work, None if no_progress else sys.stderr):
         asyncio.run(_drained(settings, server, timeout_s, work))
     print(f"shard server {server} has left the job")
@@ -73,7 +73,7 @@ async def _released(settings: Settings, name: str) -> None:
         await operator.release(models[name], name)
 
 
-async def _drained(settings: Settings, server: int, timeout_s: float, work: Work) -> None:
+async def _drained(settings: Settings, server: int, timeout_s: float, work: LongWork) -> None:
     """Drain a shard server; returns when it has left. `work` counts the bytes that it held and has given up.
 
     Raises:

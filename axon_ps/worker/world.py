@@ -34,14 +34,14 @@ from axon_ps.types import Array, Member, Membership
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
 from axon_ps.worker.connections import Connections
-from axon_ps.worker.curves import Curves
+from axon_ps.worker.curves import CurveLoggers
 from axon_ps.worker.ending import no_error_handled, present_error, process_succeeded, record_exit
 from axon_ps.worker.environment import WorkerConfig
 from axon_ps.worker.groups import Groups
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
 from axon_ps.worker.progress import KEY as PROGRESS
-from axon_ps.worker.progress import Progress
+from axon_ps.worker.progress import ProgressReporter
 from axon_ps.worker.refusal import explain
 from axon_ps.worker.rendezvous import Rendezvous
 from axon_ps.worker.steps.client import StepClient
@@ -91,9 +91,9 @@ class World:
         self._rendezvous = Rendezvous(loop, coordinator, self.view)
         self.attachments = Attachments(loop, coordinator, timeout_s)
         self._checkpoints = Checkpoints(loop, coordinator, self.view, self.models, self._rendezvous, self.attachments)
-        self._progress = Progress(lambda report: loop.submit(coordinator.kv_put(PROGRESS, report)))
+        self._progress = ProgressReporter(lambda report: loop.submit(coordinator.kv_put(PROGRESS, report)))
         models, recorder = self.models, self.recorder  # not `self`: no reference cycle
-        self._curves = Curves(lambda: models.statistics() | recorder.statistics())
+        self._curves = CurveLoggers(lambda: models.statistics() | recorder.statistics())
         self._groups = Groups(
             self,
             BackendMaker(connections.make_grpc, threads=worker.threads),

@@ -31,7 +31,7 @@ from axon_ps.compress import cast
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
 from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.rpc.limits import MAX_NEWER
 from axon_ps.shard.core import queued
 from axon_ps.shard.core.engine import ShardEngine
@@ -364,7 +364,7 @@ class ModelShell:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def write(self, uri: str, version: int, pin: Pin, throttle: Throttle, work: Work) -> SnapshotFile:
+    def write(self, uri: str, version: int, pin: Pin, throttle: Throttle, work: LongWork) -> SnapshotFile:
         """Write this server's slices of a checkpoint, in the files' thread; see `snapshot.write`."""
         try:
             num_cuts = 1 if self.engine.placement is None else self.engine.placement.num_cuts
@@ -375,7 +375,7 @@ class ModelShell:
             self.pins.release(pin)
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
 
-    def works(self) -> Iterator[Work]:
+    def works(self) -> Iterator[LongWork]:
         """Yield the work of missing first values and missing copies of slices."""
         yield from self.values.works()
         if self._copying is not None:
