@@ -53,7 +53,7 @@ DEBTS = {
     "circles": 0,
     "cores": 3,
     "classes": 20,
-    "names": 32,
+    "names": 30,
     "docstrings": 0,
     "phrases": 0,
 }

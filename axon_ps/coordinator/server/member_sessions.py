@@ -27,7 +27,7 @@ from axon_ps.coordinator.messages import (
     snapshot_report_from_proto,
     vote_from_proto,
 )
-from axon_ps.coordinator.server.shell import Session, Shell
+from axon_ps.coordinator.server.shell import MemberSession, Shell
 from axon_ps.coordinator.server.trace_calls import TraceCalls
 from axon_ps.errors import AxonError, Broken, InternalError, InvalidRequest, PermissionDenied
 from axon_ps.observe.log_buffer import TAKEN
@@ -67,9 +67,9 @@ class MemberMessages:
         self._shell = shell
         self._traces = traces
         self._vote: session_pb2.SessionRequest | None = None  # not passed on yet
-        self._voters: list[Session] = []
+        self._voters: list[MemberSession] = []
 
-    def take(self, session: Session, message: Any) -> None:
+    def take(self, session: MemberSession, message: Any) -> None:
         """Pass a member's message on; a malformed one ends the session with an error."""
         if self._vote is not None and message is self._vote:
             self._voters.append(session)
@@ -221,7 +221,7 @@ class MemberSessions:
             for id in ids:
                 self._ends.pop(id, None)
 
-    async def _read(self, context: ServerStream, session: Session) -> None:
+    async def _read(self, context: ServerStream, session: MemberSession) -> None:
         """Pass a member's messages on until its stream ends."""
         try:
             while (message := await context.read()) is not EOF:
@@ -249,7 +249,7 @@ def admitted(role: Role, request: JoinRequest, state: CoordinatorState) -> JoinR
 
 
 @contextlib.contextmanager
-def _refusing(sessions: Sequence[Session]) -> Iterator[None]:
+def _refusing(sessions: Sequence[MemberSession]) -> Iterator[None]:
     """End the sessions of some members after an error in their message."""
     try:
         yield

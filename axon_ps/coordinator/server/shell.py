@@ -22,23 +22,23 @@ import logging
 import math
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from axon_ps.coordinator.core.actions import Action, CloseSession, Happened, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.history.logs import COORDINATOR
-from axon_ps.coordinator.core.restart.knowledge import Knowledge, check_known
+from axon_ps.coordinator.core.restart.knowledge import Knowledge, check_known, learned
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto, logged_to_proto
 from axon_ps.coordinator.server.audit import NO_AUDIT, OF_MEMBERS, AuditLog
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
 from axon_ps.coordinator.server.event_log import EventLog
-from axon_ps.coordinator.server.record_writer import RecordWriter
 from axon_ps.coordinator.server.step_spans import StepSpans
 from axon_ps.errors import AxonError, Broken, Busy, InternalError, NotLeader, StorageFull, again
 from axon_ps.observe.log_buffer import LogBuffer
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.observe.tracing.tracer import Tracer
-from axon_ps.storage.state_store.base import StateStore
+from axon_ps.storage.state_store.base import Record, StateStore
 from axon_ps.types import Decision, Membership
 from axon_ps.wire.events import ServerEvent, Status
 
@@ -72,7 +72,7 @@ class StateLearned(Broken):
     """A newer state than that of this leadership was learned: the next leadership begins with it."""
 
 
-class Session:
+class MemberSession:
     """One member's stream in the shell: a bounded queue of the events to send, and the error that ended it.
 
     Args:
@@ -142,7 +142,7 @@ class _News:
         self._spans: dict[int, str] = {}
         self._encoded: dict[tuple[int, int], bytes] = {}
 
-    def messages(self, event: ServerEvent, sessions: Sequence[Session]) -> Iterator[tuple[Session, bytes]]:
+    def messages(self, event: ServerEvent, sessions: Sequence[MemberSession]) -> Iterator[tuple[MemberSession, bytes]]:
         """Yield the encoded event for each session."""
         if id(event) not in self._spans:
             self._spans[id(event)] = self._announce(event)
@@ -162,6 +162,52 @@ class _News:
                 message.decision.traceparent = self._spans[id(event)]
             self._encoded[key] = message.SerializeToString()
         return self._encoded[key]
+
+
+class RecordWriter:
+    """Writes records to one store, in a thread if that may take a while. Calls of its coroutines do not overlap.
+
+    Args:
+        store: gets the records; not closed here.
+        retry_s: seconds before a full disk is tried again.
+
+    Attributes:
+        trouble: the reason for which records wait; empty while there is none.
+    """
+
+    def __init__(self, store: StateStore, retry_s: float) -> None:
+        self._store = store
+        self._retry_s = retry_s
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="axon_ps-state")
+        self.trouble = ""
+
+    async def apply(self, records: list[Record]) -> None:
+        """Return when the records are written."""
+        while records:
+            try:
+                if self._store.blocks:
+                    await asyncio.get_running_loop().run_in_executor(self._executor, self._store.apply, records)
+                else:
+                    self._store.apply(records)
+                if self.trouble:
+                    _logger.warning("the coordinator's state can be written again")
+                self.trouble = ""
+                return
+            except StorageFull as error:
+                self.trouble = f"nothing can be decided before there is space on the disk: {error}"
+                _logger.error("%s", self.trouble)
+                await asyncio.sleep(self._retry_s)
+
+    async def learn(self, known: Knowledge) -> None:
+        """Add a shard server's newer knowledge to the records."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._learn, known)
+
+    def _learn(self, known: Knowledge) -> None:
+        self._store.apply(learned(self._store.load(), known))
+
+    def close(self) -> None:
+        """End the thread, after the write under way."""
+        self._executor.shutdown()
 
 
 class Shell:
@@ -203,7 +249,7 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self.started_s = self.now()
         self.checkpoints = CheckpointLog(self.now, self._happened)
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, MemberSession] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._hosts: set[Callable[[AxonError], None]] = set()
         self._lost: list[int] = []
@@ -306,18 +352,22 @@ class Shell:
 
     # ------------------------------------------------------------------ events in
 
-    def open_session(self, *, differences: bool = False, send_soon: Callable[[bytes], bool] | None = None) -> Session:
-        """Open a new stream, which belongs to no member yet; see `Session`.
+    def open_session(
+        self, *, differences: bool = False, send_soon: Callable[[bytes], bool] | None = None
+    ) -> MemberSession:
+        """Open a new stream, which belongs to no member yet; see `MemberSession`.
 
         Raises:
             Broken: the coordinator is stopping.
         """
         self._check()
         self._number += 1
-        session = self._sessions[self._number] = Session(self._number, differences=differences, send_soon=send_soon)
+        session = self._sessions[self._number] = MemberSession(
+            self._number, differences=differences, send_soon=send_soon
+        )
         return session
 
-    def close_session(self, session: Session) -> None:
+    def close_session(self, session: MemberSession) -> None:
         """Close a stream. Members whose streams end together, as those of a host, are lost in one generation."""
         if self._sessions.pop(session.number, None) is not None:
             self._lost.append(session.number)

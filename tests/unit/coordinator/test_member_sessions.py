@@ -9,7 +9,7 @@ from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core.actions import Action
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.server.member_sessions import MemberMessages
-from axon_ps.coordinator.server.shell import Session, Shell
+from axon_ps.coordinator.server.shell import MemberSession, Shell
 from axon_ps.coordinator.server.trace_calls import TraceCalls
 from axon_ps.errors import InvalidRequest
 from axon_ps.storage.state_store import MemoryStateStore
@@ -28,7 +28,7 @@ class RecordingState(CoordinatorState):
         return []
 
 
-def votes(test: Callable[[MemberMessages, list[Session]], None]) -> list[list[int]]:
+def votes(test: Callable[[MemberMessages, list[MemberSession]], None]) -> list[list[int]]:
     """Run a test with the sessions of two workers and a server; return the members (by index) of each vote event."""
 
     async def main() -> list[list[int]]:
@@ -53,7 +53,7 @@ def vote(step: int) -> session_pb2.SessionRequest:
 
 
 def test_one_vote_message_of_several_members_is_one_event() -> None:
-    def take(messages: MemberMessages, sessions: list[Session]) -> None:
+    def take(messages: MemberMessages, sessions: list[MemberSession]) -> None:
         shared = vote(1)
         for session in sessions[:2]:
             messages.take(session, shared)
@@ -62,7 +62,7 @@ def test_one_vote_message_of_several_members_is_one_event() -> None:
 
 
 def test_equal_votes_in_two_messages_are_two_events() -> None:
-    def take(messages: MemberMessages, sessions: list[Session]) -> None:
+    def take(messages: MemberMessages, sessions: list[MemberSession]) -> None:
         for session in sessions[:2]:
             messages.take(session, vote(1))
 
@@ -70,7 +70,7 @@ def test_equal_votes_in_two_messages_are_two_events() -> None:
 
 
 def test_a_vote_is_passed_on_before_a_later_message_of_another_member() -> None:
-    def take(messages: MemberMessages, sessions: list[Session]) -> None:
+    def take(messages: MemberMessages, sessions: list[MemberSession]) -> None:
         messages.take(sessions[0], vote(1))
         messages.take(sessions[1], session_pb2.SessionRequest())
         assert isinstance(sessions[1].error, InvalidRequest)
@@ -80,7 +80,7 @@ def test_a_vote_is_passed_on_before_a_later_message_of_another_member() -> None:
 
 
 def test_a_server_among_the_voters_does_not_spoil_the_votes_of_workers() -> None:
-    def take(messages: MemberMessages, sessions: list[Session]) -> None:
+    def take(messages: MemberMessages, sessions: list[MemberSession]) -> None:
         shared = vote(1)
         for session in sessions:
             messages.take(session, shared)
@@ -89,7 +89,7 @@ def test_a_server_among_the_voters_does_not_spoil_the_votes_of_workers() -> None
 
 
 def test_a_malformed_message_ends_its_session_only() -> None:
-    def take(messages: MemberMessages, sessions: list[Session]) -> None:
+    def take(messages: MemberMessages, sessions: list[MemberSession]) -> None:
         messages.take(sessions[0], session_pb2.SessionRequest())
         assert isinstance(sessions[0].error, InvalidRequest)
         assert sessions[1].error is None

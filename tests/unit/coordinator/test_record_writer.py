@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from axon_ps.coordinator.server.record_writer import RecordWriter
+from axon_ps.coordinator.server.shell import RecordWriter
 from axon_ps.errors import StorageFull
 from axon_ps.storage.state_store import MemoryStateStore, Record
 
