@@ -167,7 +167,7 @@ def _signed(manifest: Manifest, key_file: Path | None) -> str:
 
 def _operate(settings: Settings, action: Any, names: tuple[str, str, str], no_progress: bool) -> None:
     """Let the coordinator do something long; `names` are its kind on servers, and the words for it here."""
-    from axon_ps.cli.operate import client
+    from axon_ps.cli.operations import client
     from axon_ps.cli.terminal.members import follow_work
     from axon_ps.cli.terminal.progress import Progress
     from axon_ps.observe.work import LongWork
