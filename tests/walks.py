@@ -60,7 +60,7 @@ LEGS: Mapping[str, Sequence[Leg]] = {
         Leg("coordinator/messages.py step_message_to_proto"),
         Leg("coordinator/core/steps/decision.py Tally.decide"),
         Leg("storage/state_store/memory.py MemoryStateStore.apply"),
-        Leg("coordinator/server/shell.py Session.send"),
+        Leg("coordinator/server/shell.py MemberSession.send"),
         Leg("worker/steps/stepping.py SynchronousSteps.decided"),
         Leg("worker/steps/stepping.py SynchronousSteps.decision_on"),
     ),

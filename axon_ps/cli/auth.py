@@ -164,7 +164,7 @@ def revoke(
     settings: Settings,
 ) -> None:
     """Revoke credentials everywhere in a running job; a member that has them is ended within a second."""
-    from axon_ps.cli.operate import client
+    from axon_ps.cli.operations import client
 
     async def ask() -> None:
         async with client(settings) as operator:

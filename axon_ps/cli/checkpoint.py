@@ -114,12 +114,12 @@ def export(
     transformers loads."""
     from axon_ps.cli.terminal.progress import Progress
     from axon_ps.errors import InvalidRequest
-    from axon_ps.observe.work import Work
+    from axon_ps.observe.work import LongWork
     from axon_ps.storage.export import export_model
     from axon_ps.storage.hf_directory import export_directory
     from axon_ps.types import DType
 
-    as_dtype, work, directory = DType.parse(dtype) if dtype else None, Work("export"), target.endswith("/")
+    as_dtype, work, directory = DType.parse(dtype) if dtype else None, LongWork("export"), target.endswith("/")
     if (like or prefix) and not directory:
         raise InvalidRequest("--like and --prefix are for a directory; end TARGET in /")
     with Progress("exporting", work, None if no_progress else sys.stderr):
@@ -137,10 +137,10 @@ def verify(uri: Uri, no_progress: o.NoProgress = False, checkpoint_key_file: o.C
     """Read every file of a checkpoint and compare it with its manifest, and say whether that is signed."""
     from axon_ps.cli.settings import load
     from axon_ps.cli.terminal.progress import Progress
-    from axon_ps.observe.work import Work
+    from axon_ps.observe.work import LongWork
     from axon_ps.storage import contents
 
-    work, key_file = Work("verify"), load(checkpoint_key_file=checkpoint_key_file).checkpoint_key_file
+    work, key_file = LongWork("verify"), load(checkpoint_key_file=checkpoint_key_file).checkpoint_key_file
     with Progress("verifying", work, None if no_progress else sys.stderr):
         verified = contents.verify(uri, work=work)
     signed = _signed(verified, key_file)
@@ -167,13 +167,13 @@ def _signed(manifest: Manifest, key_file: Path | None) -> str:
 
 def _operate(settings: Settings, action: Any, names: tuple[str, str, str], no_progress: bool) -> None:
     """Let the coordinator do something long; `names` are its kind on servers, and the words for it here."""
-    from axon_ps.cli.operate import client
+    from axon_ps.cli.operations import client
     from axon_ps.cli.terminal.members import follow_work
     from axon_ps.cli.terminal.progress import Progress
-    from axon_ps.observe.work import Work
+    from axon_ps.observe.work import LongWork
 
     kind, doing, done = names
-    work = Work(kind)
+    work = LongWork(kind)
 
     async def perform() -> CheckpointReply:
         async with client(settings) as operator:

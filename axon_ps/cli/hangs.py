@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from axon_ps.cli.operations import client
 from axon_ps.cli.settings import Settings
 from axon_ps.errors import AxonError
 from axon_ps.texts import printable, value_of_json
@@ -21,8 +23,6 @@ Reports = Mapping[int, Mapping[str, Any]]
 async def hanging(settings: Settings) -> list[str]:
     """Ask the coordinator which workers wait, and for whom; empty when nothing hangs. The coordinator must be
     running."""
-    from axon_ps.cli.operate import client
-
     async with client(settings) as operator:
         status = await operator.status(timeout_s=_TIMEOUT_S)
         reports = {}
@@ -73,8 +73,6 @@ def _where_is(rank: int, group: str, reports: Reports) -> str:
 
 def findings(settings: Settings) -> list[str]:
     """Return `hanging`, or nothing when the coordinator does not reply: `doctor` reports that in another line."""
-    import asyncio
-
     try:
         return asyncio.run(hanging(settings))
     except AxonError:

@@ -37,7 +37,7 @@ _MODULES: Final = {
     "shard": "axon_ps.cli.serve",
     "proxy": "axon_ps.cli.serve",
     "status": "axon_ps.cli.status",
-    "top": "axon_ps.cli.terminal.top",
+    "top": "axon_ps.cli.status",
     "logs": "axon_ps.cli.terminal.logs",
     "trace": "axon_ps.cli.terminal.trace",
     "drain": "axon_ps.cli.operate",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import math
 import os
 import signal
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 DRAIN_S = 20
 """Seconds that a service gets to finish running calls; SIGALRM ends it after that."""
+
+_OF_SERVERS = ("axon_ps.rpc.health_service", "grpc_reflection.v1alpha.reflection")
+"""What a server needs when it starts, imported before the event loop runs; `rpc.server` logs what is not installed."""
 
 Ready = Callable[[int], None]
 
@@ -404,6 +408,9 @@ def _in_foreground(
             loop.add_signal_handler(number, on_signal, number)
         await start(ready, stop)
 
+    for module in _OF_SERVERS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()  # no collection visits imported objects, which would hold the loop for 50 ms
     asyncio.run(serve())

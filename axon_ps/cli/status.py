@@ -1,17 +1,15 @@
-"""The commands that only look: `status` of a job, `health` of a service, `doctor` for this machine."""
+"""The commands that only look: `status` and `top` of a job, `health` of a service, `doctor` for this machine."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import importlib
 import json
-import math
-import time
+import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +19,6 @@ from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
-    from axon_ps.wire.events import Status
 
 
 @o.of_a_job
@@ -36,45 +33,23 @@ def status(
     """Show the members of a job, its version and what it waits for."""
     if watch and as_json:
         raise ConfigurationError("--watch is for people and --json for programs: give one of them")
-    asyncio.run(_watch(settings, every_s, timeout_s) if watch else _once(settings, timeout_s, as_json=as_json))
+    from axon_ps.cli.terminal.live import show_status, watch_status
+
+    asyncio.run(
+        watch_status(settings, every_s, timeout_s) if watch else show_status(settings, timeout_s, as_json=as_json)
+    )
 
 
-async def _once(settings: Settings, timeout_s: float, *, as_json: bool) -> None:
+@o.of_a_job
+def top(*, settings: Settings) -> None:
+    """Show a job live: its members and what they are busy with, steps, loss, events. Keys: q, p, s."""
     from rich.console import Console
 
-    from axon_ps.cli.operate import client
-    from axon_ps.cli.terminal.status_view import rendered
+    from axon_ps.cli.terminal.live import LiveTop, show_top
 
-    async with client(settings) as operator:
-        reply = await operator.status(timeout_s=timeout_s)
-    if as_json:
-        print(json.dumps(_as_dict(reply), indent=2))
-    else:
-        console = Console()
-        console.print(rendered(reply, settings.coordinator, width=console.width))
-
-
-async def _watch(settings: Settings, every_s: float, timeout_s: float) -> None:
-    """Show the status again and again; if there is no terminal, one below the other."""
-    from rich.console import Console
-    from rich.live import Live
-
-    from axon_ps.cli.terminal.feed import followed
-    from axon_ps.cli.terminal.status_view import rendered
-    from axon_ps.cli.terminal.watched_job import WatchedJob
-
-    console, job, drawn_s, before = Console(), WatchedJob(), -math.inf, ""
-    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
-        async with contextlib.aclosing(followed(settings, job, first_s=timeout_s)) as changes:
-            async for note in changes:
-                if time.monotonic() - drawn_s < every_s and bool(note) == bool(before) and not job.finished:
-                    continue
-                drawn_s, before = time.monotonic(), note
-                picture = rendered(job.as_status(), settings.coordinator, note, width=console.width)
-                if console.is_terminal:
-                    live.update(picture, refresh=True)
-                else:
-                    console.print(picture)
+    console = Console()
+    live = console.is_terminal and sys.stdin.isatty()
+    asyncio.run(LiveTop(settings, console).run() if live else show_top(settings, console))
 
 
 def health(
@@ -92,6 +67,8 @@ def health(
     config: o.Config = None,
 ) -> None:
     """Ask a service for its health; exit code 0 when it is serving."""
+    import grpc_health.v1.health_pb2  # noqa: F401  # `health_of` imports it when called
+
     from axon_ps.cli.settings import load
     from axon_ps.errors import AxonError, Unreachable
     from axon_ps.rpc.auth.identity import Principal
@@ -153,12 +130,3 @@ def doctor(
     else:
         print_findings(findings)
     leave(1 if any(f.problem for f in findings) else 0)
-
-
-def _as_dict(reply: Status) -> dict[str, Any]:
-    values = dataclasses.asdict(reply) | {"finished": reply.membership.is_over}
-    membership = values["membership"]
-    for member in (*membership["workers"], *membership["shards"], *membership["finished"]):
-        member["role"] = member["role"].value
-    values["awaited"] = sorted(reply.awaited)
-    return values

@@ -35,7 +35,7 @@ class LogStyle(Enum):
     JSON = "json"
 
 
-class Identity(logging.Filter):
+class IdentityFilter(logging.Filter):
     """Adds role and rank to every record. The rank is known only after joining, so `rank` may be set later.
 
     Args:
@@ -103,7 +103,7 @@ def configure(
     style: LogStyle = LogStyle.AUTO,
     level: str = "INFO",
     stream: TextIO | None = None,
-) -> Identity:
+) -> IdentityFilter:
     """Send all records of axon_ps to `stream`; a later call replaces the configuration of an earlier one.
 
     Args:
@@ -119,7 +119,7 @@ def configure(
     stream = stream if stream is not None else sys.stderr
     if style is LogStyle.AUTO:
         style = LogStyle.RICH if stream.isatty() else LogStyle.PLAIN
-    identity = Identity(role, rank)
+    identity = IdentityFilter(role, rank)
     handler = _handler(style, stream)
     handler.addFilter(identity)
     handler.setLevel(level.upper())

@@ -17,7 +17,7 @@ KINDS: Final = ("upload", "snapshot", "restore", "copy")
 
 
 @dataclass
-class Work:
+class LongWork:
     """Work under way. One thread advances it, others may read.
 
     Attributes:
@@ -35,7 +35,7 @@ class Work:
         self.done_bytes += count_bytes
 
 
-def to_measures(works: Iterable[Work]) -> dict[str, float]:
+def to_measures(works: Iterable[LongWork]) -> dict[str, float]:
     """Return work as measures of a member; several of a kind are added up."""
     measures: dict[str, float] = {}
     for work in works:
@@ -45,14 +45,14 @@ def to_measures(works: Iterable[Work]) -> dict[str, float]:
     return measures
 
 
-def from_measures(members: Iterable[Mapping[str, float]]) -> list[Work]:
+def from_measures(members: Iterable[Mapping[str, float]]) -> list[LongWork]:
     """Return the work that is under way on all members together, by kind."""
     found = []
     known = list(members)
     for kind in KINDS:
         done, total = (sum(m.get(f"{kind}_{name}_bytes", 0.0) for m in known) for name in ("done", "total"))
         if total > 0:
-            found.append(Work(kind, int(total), int(done)))
+            found.append(LongWork(kind, int(total), int(done)))
     return found
 
 

@@ -178,9 +178,9 @@ class RayCluster:
             AxonError: it does not reply.
         """
 
-        async def ask() -> Status:
-            from axon_ps.coordinator.client.operator import OperatorClient
+        from axon_ps.coordinator.client.operator import OperatorClient
 
+        async def ask() -> Status:
             async with OperatorClient(self.address, security=self.security, job=self.services.config.job) as operator:
                 return await operator.status()
 

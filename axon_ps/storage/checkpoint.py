@@ -27,7 +27,7 @@ import numpy as np
 
 from axon_ps.errors import CheckpointCorrupt, CheckpointNotFound, InternalError, InvalidRequest
 from axon_ps.host.priority import UNTHROTTLED, Throttle
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.storage.files import FileStore, OpenFile, Sink
 from axon_ps.storage.writer_thread import WriterThread
 from axon_ps.texts import check_values_of_json, value_of_json
@@ -132,7 +132,7 @@ def create_file(
     tensors: Sequence[TensorSpec],
     metadata: Mapping[str, str],
     throttle: Throttle = UNTHROTTLED,
-    work: Work | None = None,
+    work: LongWork | None = None,
 ) -> Iterator[SafetensorsWriter]:
     """Write a safetensors file; it becomes visible once the context ends without an error. See `FileStore.create`.
 
@@ -161,7 +161,7 @@ def create_file(
 class _CountedSink:
     """A sink whose bytes are counted when they are written."""
 
-    def __init__(self, sink: Sink, work: Work) -> None:
+    def __init__(self, sink: Sink, work: LongWork) -> None:
         self._sink, self._work = sink, work
 
     def write(self, data: Any, /) -> None:
@@ -288,7 +288,7 @@ def sized(store: FileStore, entry: FileEntry) -> Iterator[OpenFile]:
 
 @contextlib.contextmanager
 def open_checked(
-    store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: Work | None = None
+    store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: LongWork | None = None
 ) -> Iterator[SafetensorsReader]:
     """Open a safetensors file and check it against its manifest; `work` is advanced by the bytes read for that.
 

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, deserialize
 
 from axon_ps.errors import CheckpointCorrupt, InvalidRequest
 from axon_ps.host.priority import UNTHROTTLED, Throttle
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.sharding.plan import Slice
 from axon_ps.storage.checkpoint import FileEntry, SafetensorsReader, open_checked, sized
 from axon_ps.storage.files import open_store
@@ -95,7 +95,7 @@ class OpenSlices:
         reader.read_into(tensor, begin - s.begin, out)
         return True
 
-    def open(self, file: int, slices: Collection[Slice], throttle: Throttle, work: Work | None) -> None:
+    def open(self, file: int, slices: Collection[Slice], throttle: Throttle, work: LongWork | None) -> None:
         """Open one of the manifest's files, and check these slices in it.
 
         Raises: as of `open_slices`.
@@ -118,7 +118,7 @@ class OpenSlices:
 
 
 def open_slices(
-    manifest: Manifest, slices: Collection[Slice], throttle: Throttle = UNTHROTTLED, work: Work | None = None
+    manifest: Manifest, slices: Collection[Slice], throttle: Throttle = UNTHROTTLED, work: LongWork | None = None
 ) -> OpenSlices:
     """Open the files that have slices of the manifest's plan; `work` is advanced by the size of those files.
 
@@ -196,7 +196,7 @@ def read_attached(manifest: Manifest, key: str) -> bytes:
 
 @contextlib.contextmanager
 def open_state(
-    uri: str, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: Work | None = None
+    uri: str, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: LongWork | None = None
 ) -> Iterator[tuple[SafetensorsReader, Mapping[str, Any]]]:
     """Open the file of a worker's own state; gives a reader of it and its JSON, an object.
 
@@ -222,7 +222,7 @@ def open_state(
 # ---------------------------------------------------------------------- all of it
 
 
-def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: Work | None = None) -> Manifest:
+def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: LongWork | None = None) -> Manifest:
     """Read every file of a checkpoint, throttled or not, and compare it with the manifest.
 
     Args:
@@ -241,7 +241,7 @@ def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: Work | None = None)
     return manifest
 
 
-def verify_files(manifest: Manifest, throttle: Throttle = UNTHROTTLED, work: Work | None = None) -> None:
+def verify_files(manifest: Manifest, throttle: Throttle = UNTHROTTLED, work: LongWork | None = None) -> None:
     """As `verify`, for a manifest that was read already.
 
     Raises:

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import deserialize
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.sharding.layout import Parameter
 from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.contents import OpenSlices, open_slices, read_attached
@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 
 def export_model(
-    uri: str, target: str, dtype: DType | None = None, *, model: str = "", work: Work | None = None
+    uri: str, target: str, dtype: DType | None = None, *, model: str = "", work: LongWork | None = None
 ) -> int:
     """Write the parameters and buffers of a checkpoint as one `model.safetensors`.
 
@@ -58,7 +58,7 @@ def export_model(
         return write_exports(source, store, {name: exports}, work)[name]
 
 
-def open_model(manifest: Manifest, work: Work | None = None) -> OpenSlices:
+def open_model(manifest: Manifest, work: LongWork | None = None) -> OpenSlices:
     """Open the parameters of a section: its files are read and checked, and `work` counts that.
 
     Raises:
@@ -147,7 +147,7 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
 
 
 def write_exports(
-    source: OpenSlices, store: FileStore, files: Mapping[str, Sequence[Export]], work: Work | None = None
+    source: OpenSlices, store: FileStore, files: Mapping[str, Sequence[Export]], work: LongWork | None = None
 ) -> dict[str, int]:
     """Write safetensors files; returns the bytes of each by its name.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.storage.export import Export, check_dtype, exports_of, open_model, write_exports
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.manifest import read_manifest
@@ -42,7 +42,7 @@ def export_directory(
     like: str | None = None,
     prefix: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
-    work: Work | None = None,
+    work: LongWork | None = None,
 ) -> int:
     """Write the parameters of a checkpoint as a directory that `from_pretrained` reads.
 

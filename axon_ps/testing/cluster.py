@@ -372,9 +372,9 @@ class LocalCluster:
         process = self.process(Role.SHARD, index)
         self._drained.add(process)
 
-        async def ask() -> None:
-            from axon_ps.coordinator.client.operator import OperatorClient
+        from axon_ps.coordinator.client.operator import OperatorClient
 
+        async def ask() -> None:
             async with OperatorClient(self.address, security=self.security, job=self.job) as operator:
                 members = (await operator.status()).membership.shards
                 await operator.drain(next(m.rank for m in members if m.address == self._addresses[process.pid]))
@@ -390,9 +390,9 @@ class LocalCluster:
             AxonError: it does not answer.
         """
 
-        async def ask() -> Status:
-            from axon_ps.coordinator.client.operator import OperatorClient
+        from axon_ps.coordinator.client.operator import OperatorClient
 
+        async def ask() -> Status:
             async with OperatorClient(self.address, security=self.security, job=self.job) as operator:
                 return await operator.status()
 

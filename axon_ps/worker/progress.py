@@ -24,7 +24,7 @@ _MAX_VALUES = 32
 _logger = logging.getLogger(__name__)
 
 
-class Progress:
+class ProgressReporter:
     """Reports the progress of the job.
 
     Args:

@@ -1,8 +1,8 @@
 """`World`: a worker's membership in a job, from joining to leaving, and the groups of workers in it.
 
 A process has one background loop, one session with the coordinator and one set of connections to the shard servers;
-`World` owns all three and closes them. It is made by `World.init()`, which returns once every member that the job
-needs has joined.
+`World` owns all three (`worker.connections`) and closes them. It is made by `World.init()`, which returns once every
+member that the job needs has joined.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, cast, overload
 
-from axon_ps.aggregation.client.client import CollectiveClient
 from axon_ps.collectives import current_world
-from axon_ps.collectives.backends.base import Backend, GroupContext
+from axon_ps.collectives.backends.base import Backend
 from axon_ps.collectives.encoding import decode, encode
 from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.collectives.group_base import LINGER_S
@@ -25,25 +24,24 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client.attachments import Attachments
-from axon_ps.coordinator.client.session import CoordinatorClient, Event, SessionLost
+from axon_ps.coordinator.client.session import Event, SessionLost
 from axon_ps.errors import Closed, InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.observe.loggers.base import Logger
 from axon_ps.observe.metrics.sources import Source
-from axon_ps.rpc.http import HttpServer
 from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.types import Array, Member, Membership, Role
+from axon_ps.types import Array, Member, Membership
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
-from axon_ps.worker.curves import Curves
+from axon_ps.worker.connections import Connections
+from axon_ps.worker.curves import CurveLoggers
 from axon_ps.worker.ending import no_error_handled, present_error, process_succeeded, record_exit
 from axon_ps.worker.environment import WorkerConfig
 from axon_ps.worker.groups import Groups
-from axon_ps.worker.hang_report import key_of, watch
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
 from axon_ps.worker.progress import KEY as PROGRESS
-from axon_ps.worker.progress import Progress
+from axon_ps.worker.progress import ProgressReporter
 from axon_ps.worker.refusal import explain
 from axon_ps.worker.rendezvous import Rendezvous
 from axon_ps.worker.steps.client import StepClient
@@ -51,8 +49,6 @@ from axon_ps.worker.worker import ProcessWorker, Worker
 
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds that an operation may wait for slow peers. Losses of members are pushed, so this only ends deadlocks."""
-
-_HTTP_START_S = 10.0
 
 MOCK_TIMEOUT_S = 60.0
 """The same, where all workers are threads of a process."""
@@ -85,36 +81,22 @@ class World:
         self._config = config = worker.config
         self._timeout_s = timeout_s
         self._closed = False
-        self._http: HttpServer | None = None
-        self._loop = loop = worker.loop
-        self._shards = worker.make_shards()
-        self._coordinator = coordinator = CoordinatorClient(
-            config.coordinator,
-            job=config.job,
-            role=Role.WORKER,
-            node=config.node,
-            security=config.security,
-            requested_rank=config.rank,
-            world_size=config.world_size,
-            standby=config.standby,
-            on_event=partial(_on_event, weakref.ref(self)),
-        )
-        self._collectives = CollectiveClient(config.security, coordinator.context)
-        self._shards.probe(coordinator.connectivity, coordinator.context)
-        self._collectives.probe(coordinator.connectivity)
+        self._connections = connections = Connections(worker, partial(_on_event, weakref.ref(self)))
+        self._loop = loop = connections.loop
+        self._coordinator = coordinator = connections.coordinator
         self.view = JobView(lambda: coordinator.incarnation, timeout_s)  # not `self`: no reference cycle
-        self.models = Models(loop, coordinator, self._shards, self.view)
+        self.models = Models(loop, coordinator, connections.shards, self.view)
         coordinator.measure = partial(_measures, weakref.ref(self.models))
         self.recorder = Recorder()
         self._rendezvous = Rendezvous(loop, coordinator, self.view)
         self.attachments = Attachments(loop, coordinator, timeout_s)
         self._checkpoints = Checkpoints(loop, coordinator, self.view, self.models, self._rendezvous, self.attachments)
-        self._progress = Progress(lambda report: loop.submit(coordinator.kv_put(PROGRESS, report)))
+        self._progress = ProgressReporter(lambda report: loop.submit(coordinator.kv_put(PROGRESS, report)))
         models, recorder = self.models, self.recorder  # not `self`: no reference cycle
-        self._curves = Curves(lambda: models.statistics() | recorder.statistics())
+        self._curves = CurveLoggers(lambda: models.statistics() | recorder.statistics())
         self._groups = Groups(
             self,
-            BackendMaker(self._make_grpc, threads=worker.threads),
+            BackendMaker(connections.make_grpc, threads=worker.threads),
             worker.make_store(coordinator, timeout_s),
             backend=config.backend,
             timeout_s=timeout_s,
@@ -153,43 +135,15 @@ class World:
         try:
             job = FormedJob(config) if config is not None else find_job(os.environ, join_timeout_s)
             limit_s = None if job.config.standby else join_timeout_s  # a standby may never be needed
-            (world,) = cls._join([ProcessWorker(job)], timeout_s, limit_s, join_timeout_s)
+            (world,) = _joined([ProcessWorker(job)], timeout_s, limit_s, join_timeout_s, cls)
         except BaseException as error:
             explain(error)
             raise
         fork.at_exit(world._at_exit)
         record_exit()
         current_world.enter(world)
-        world._loop.submit(world._watch())
+        world._loop.submit(world._connections.report_hangs(world.recorder))
         return world
-
-    @classmethod
-    def _join(
-        cls, workers: Sequence[Worker], timeout_s: float, start_timeout_s: float | None, join_timeout_s: float
-    ) -> list[World]:
-        """Return the worlds of workers that share a loop, once all members of their job have joined."""
-        worlds: list[World] = []
-
-        async def start() -> None:
-            await asyncio.gather(*(world._coordinator.start(start_timeout_s) for world in worlds))
-
-        try:
-            for worker in workers:
-                worlds.append(cls(worker, timeout_s=timeout_s))
-            workers[0].loop.run(start(), start_timeout_s and start_timeout_s + 5.0)
-            for world in worlds:
-                world._start_tracing()
-                world._start_http()
-            for world in worlds:
-                world.view.wait_complete(join_timeout_s)
-                world.view.newcomers()
-        except BaseException:
-            for world in worlds:
-                world.close()
-            for worker in workers[len(worlds) :]:
-                worker.close()
-            raise
-        return worlds
 
     new = init
 
@@ -431,7 +385,8 @@ class World:
             Timeout: it did not reply in time, or is not a member.
         """
         self._limit(None)
-        return self._loop.run(self._shards.stats(server, context=self._coordinator.context, timeout_s=timeout_s))
+        shards, context = self._connections.shards, self._coordinator.context
+        return self._loop.run(shards.stats(server, context=context, timeout_s=timeout_s))
 
     # ------------------------------------------------------------------ the key-value store
 
@@ -610,35 +565,7 @@ class World:
         """
         self._checkpoints.replace(units, model, self._limit(timeout_s))
 
-    # ------------------------------------------------------------------ events, close
-
-    async def _watch(self) -> None:
-        key = key_of(self.rank)
-        await watch(
-            self.recorder,
-            self._config.node,
-            lambda report: self._coordinator.kv_put(key, report),
-            lambda: self._coordinator.kv_delete(key),
-        )
-
-    def _start_tracing(self) -> None:
-        config = self._config
-        about = {"axon_ps.job": config.job, "axon_ps.rank": str(self.rank), "axon_ps.node": config.node}
-        self._coordinator.tracer.start(config.tracing, "worker", about)
-
-    def _start_http(self) -> None:
-        if self._config.http_port is not None:
-            from axon_ps.worker.endpoint import endpoint
-
-            own = Source(kind="worker", read=self.statistics, histograms=self.models.histograms)
-            self._http = endpoint(self._config, self.rank, own, self._coordinator.tracer.statistics)
-            self._http.refuse(self._coordinator.revocations)
-            self._loop.run(self._http.start(), _HTTP_START_S)
-
-    def _make_grpc(self, context: GroupContext) -> Backend:
-        from axon_ps.collectives.backends.grpc import GrpcBackend, GrpcCalls
-
-        return GrpcBackend(context, GrpcCalls(loop=self._loop, client=self._collectives))
+    # ------------------------------------------------------------------ close
 
     def close(self, *, finished: bool | None = None) -> None:
         """Leave the job. The others are notified at once. Harmless when repeated.
@@ -664,17 +591,7 @@ class World:
             self._coordinator.log.failed(error)
         self._curves.close()
         self._groups.close(LINGER_S if finished else 0.0)
-        try:
-            if self._http is not None:
-                self._loop.run(self._http.stop(), 10.0)
-            self._loop.run(self._coordinator.close("closed by its owner", finished=finished), 10.0)
-            self._loop.run(self._shards.close(), 10.0)
-            self._loop.run(self._collectives.close(), 10.0)
-            self._coordinator.tracer.close()
-            if finished:
-                self._loop.run(self._worker.wait_for_others())
-        finally:
-            self._worker.close()
+        self._connections.close(finished=finished)
 
     def _at_exit(self) -> None:
         self.close(finished=process_succeeded())
@@ -691,6 +608,38 @@ class World:
             self.close(finished=no_error_handled())
 
 
+def _joined(
+    workers: Sequence[Worker],
+    timeout_s: float,
+    start_timeout_s: float | None,
+    join_timeout_s: float,
+    make: type[World] = World,
+) -> list[World]:
+    """Return the worlds of workers that share a loop, once all members of their job have joined."""
+    worlds: list[World] = []
+
+    async def start() -> None:
+        await asyncio.gather(*(world._coordinator.start(start_timeout_s) for world in worlds))
+
+    try:
+        for worker in workers:
+            worlds.append(make(worker, timeout_s=timeout_s))
+        workers[0].loop.run(start(), start_timeout_s and start_timeout_s + 5.0)
+        for world in worlds:
+            own = Source(kind="worker", read=world.statistics, histograms=world.models.histograms)
+            world._connections.observe(own)
+        for world in worlds:
+            world.view.wait_complete(join_timeout_s)
+            world.view.newcomers()
+    except BaseException:
+        for world in worlds:
+            world.close()
+        for worker in workers[len(worlds) :]:
+            worker.close()
+        raise
+    return worlds
+
+
 def _measures(models: weakref.ref[Models]) -> Mapping[str, float]:
     found = models()
     return {} if found is None else found.measures()
@@ -705,7 +654,7 @@ def _on_event(reference: weakref.ref[World], event: Event) -> None:
         return
     lost: Sequence[Member] = ()
     if isinstance(event, Membership):
-        world._collectives.set_members(event)
+        world._connections.collectives.set_members(event)
         lost = world._groups.set_members(event)
     world.models.on_event(event)
     if isinstance(event, Membership):
@@ -728,7 +677,7 @@ def _mock_worlds(
 ) -> list[World]:
     from axon_ps.worker.mock_job import START_S, thread_workers
 
-    return World._join(thread_workers(world_size, shards=shards, nodes=nodes), timeout_s, START_S, START_S)
+    return _joined(thread_workers(world_size, shards=shards, nodes=nodes), timeout_s, START_S, START_S)
 
 
 def _mock_world(backend: Backend) -> World:

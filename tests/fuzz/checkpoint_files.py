@@ -36,7 +36,7 @@ from axon_ps.coordinator.checkpoint_schedule import CheckpointPolicy
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server import manifests, retention, server
 from axon_ps.errors import AxonError, InternalError
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.parallel.checkpoints import own_state
 from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.shard.core.engine import ShardEngine
@@ -189,8 +189,8 @@ class _Shell:
             raise InternalError(f"{where(error)}: {error}") from error
 
     @contextlib.contextmanager
-    def working(self, kind: str) -> Iterator[Work]:
-        yield Work(kind)
+    def working(self, kind: str) -> Iterator[LongWork]:
+        yield LongWork(kind)
 
 
 def _restored(engine: ShardEngine, order: RestoreOrder) -> _Reports:

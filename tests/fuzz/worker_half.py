@@ -233,7 +233,7 @@ def _collective(job: SmallJob) -> None:
         source=np.ones(500, np.float32), target=np.zeros(500, np.float32), source_starts=(0,), target_starts=(0,)
     )
     with job._tap.installed():
-        world._loop.run(world._collectives.collective(group, call, buffers, TIMEOUT_S), 3 * TIMEOUT_S)
+        world._loop.run(world._connections.collectives.collective(group, call, buffers, TIMEOUT_S), 3 * TIMEOUT_S)
 
 
 def _status(job: SmallJob) -> None:

@@ -27,7 +27,7 @@ from axon_ps.coordinator.client.session import (
     SnapshotOrder,
 )
 from axon_ps.coordinator.messages import join_to_proto
-from axon_ps.coordinator.server.shell import QUEUE_EVENTS, Session
+from axon_ps.coordinator.server.shell import QUEUE_EVENTS, MemberSession
 from axon_ps.errors import (
     AxonError,
     Broken,
@@ -293,7 +293,7 @@ def test_a_member_that_does_not_read_loses_its_session(tmp_path: Path) -> None:
     """What it has not read waits in its queue, and only so much of it."""
 
     async def test(c: Coordinator) -> None:
-        session = Session(1)
+        session = MemberSession(1)
         message = session_pb2.SessionEvent()
         assert all(session.send(message) for _ in range(QUEUE_EVENTS))
         assert not session.send(message)

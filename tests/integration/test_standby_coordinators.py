@@ -333,7 +333,7 @@ def test_one_coordinator_by_two_names_is_not_taken_for_its_successor() -> None:
     async def test(p: Pair) -> None:
         worker = p.member(f"127.0.0.1:{p.ports[0]},localhost:{p.ports[0]}", Role.WORKER)
         await worker.start(SOON_S)
-        asked = succession.successor(worker._addresses, Security(), "job")
+        asked = succession.successor(worker._stream.addresses, Security(), "job")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asked, 2.5 * succession.ASK_S)
         assert worker.received(SessionLost) == []

@@ -342,15 +342,15 @@ PLANTS: Final = (
     Plant(
         "a worker that was let in and not told so asks for its rank",
         "coordinator/client/session.py",
-        "requested_rank=client._requested_rank if client.membership is None else client.rank,",
-        "requested_rank=client.rank if client.rank >= 0 else client._requested_rank,",
+        "requested_rank=self._requested_rank if self.membership is None else self.rank,",
+        "requested_rank=self.rank if self.rank >= 0 else self._requested_rank,",
         real="a server ended, since the rank that it had never used was given away meanwhile",
         rare=True,
     ),
     Plant(
         "a call is given up when its connection is replaced",
         "coordinator/client/session.py",
-        "return self._closing or self._error is not None",
+        "return self._closing or self._availability.error is not None",
         "return True",
         real="a worker could not register, since it had joined again meanwhile",
     ),
@@ -369,7 +369,7 @@ PLANTS: Final = (
     ),
     Plant(
         "a Join that is late is a member's fault",
-        "coordinator/server/servicer.py",
+        "coordinator/server/member_sessions.py",
         'raise Broken(f"a stream stayed silent',
         'raise InvalidRequest(f"a stream stayed silent',
         real="a worker ended for good, since its Join took ten seconds",

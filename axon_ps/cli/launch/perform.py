@@ -12,6 +12,7 @@ It ends in one of three ways:
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import shutil
 import signal
@@ -34,6 +35,8 @@ from axon_ps.errors import AxonError, ConfigurationError
 from axon_ps.host import loop_cache
 from axon_ps.host.ports import free_ports
 from axon_ps.observe.variables import misspelt
+from axon_ps.rpc.auth.loopback import is_private
+from axon_ps.storage.roots import roots_of_children
 from axon_ps.storage.state_store.sqlite import UNSYNCED
 
 WORKER_GRACE_S = 5.0
@@ -182,9 +185,6 @@ class _Launcher:
 
     def _roots(self) -> Mapping[str, str]:
         """Return the variable that lets shard servers open checkpoints where the coordinator does."""
-        from axon_ps.rpc.auth.loopback import is_private
-        from axon_ps.storage.roots import roots_of_children
-
         launch, settings = self._launch, self._settings
         if settings.checkpoint_roots:
             return {}
@@ -407,8 +407,7 @@ async def _compile_loops(console: Console) -> None:
     """Compile the loops, once on a machine and before they are called: no server or worker waits for a compiler."""
     if loop_cache.is_complete():
         return
-    from axon_ps.shard import loops
-
+    loops = await asyncio.to_thread(importlib.import_module, "axon_ps.shard.loops")
     console.print(loops.NOTICE)
     compiler = Process(console.source("compiler"), loops.COMMAND, loop_cache.compiler_environment(), is_worker=True)
     try:

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Final
 
-from axon_ps.cli.operate import client
+from axon_ps.cli.operations import client
 from axon_ps.cli.terminal.quantities import duration
 from axon_ps.errors import AxonError, Broken, NotLeader, Timeout, Unreachable
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,14 +12,6 @@ from axon_ps.cli import options as o
 
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
-    from axon_ps.cli.terminal.log_view import Wanted
-    from axon_ps.wire.v1 import logs_pb2
-
-WAIT_S: Final = 5.0
-"""Seconds that the coordinator waits for a record before it answers that there is none."""
-
-AGAIN_S: Final = 0.5
-"""Seconds until a coordinator that does not answer is called again."""
 
 
 @o.of_a_job
@@ -44,66 +32,8 @@ def logs(
     settings: Settings,
 ) -> None:
     """Show what coordinator, shard servers and workers have logged, in one stream."""
+    from axon_ps.cli.terminal.log_stream import show
     from axon_ps.cli.terminal.log_view import Wanted
 
     wanted = Wanted.of(level, since, rank or (), server or (), time.time())
-    asyncio.run(_print(settings, wanted, follow=follow, as_json=as_json))
-
-
-async def _print(settings: Settings, wanted: Wanted, *, follow: bool, as_json: bool) -> None:
-    from axon_ps.cli.terminal.log_view import as_dict, line
-
-    colour = sys.stdout.isatty()
-    async with contextlib.aclosing(_records(settings, follow=follow)) as batches:
-        async for batch in batches:
-            for record in filter(wanted.has, batch):
-                print(json.dumps(as_dict(record)) if as_json else line(record, colour=colour))
-            sys.stdout.flush()
-
-
-async def _records(settings: Settings, *, follow: bool) -> AsyncGenerator[Sequence[logs_pb2.LogRecord], None]:
-    """Yield the records that are there; then, to `follow`, new ones until the job has finished. Batches are by time.
-
-    Missing records are reported on standard error. A coordinator that does not answer is called again for a while.
-
-    Raises:
-        AxonError: the coordinator has never answered, refuses, or was silent for too long.
-    """
-    from axon_ps.cli.operate import client
-    from axon_ps.cli.terminal.feed import PASSING, PATIENCE_S
-
-    history, after, batch, silent_since = "", 0.0, list["logs_pb2.LogRecord"](), 0.0
-    async with client(settings) as operator:
-        while True:
-            try:
-                reply = await operator.logs(history, after, WAIT_S if history else 0.0)
-            except PASSING as error:
-                if not history or (silent_since and time.monotonic() - silent_since >= PATIENCE_S):
-                    raise
-                if not silent_since:
-                    silent_since = time.monotonic()
-                    _warn(f"no answer, trying again: {error}")
-                await asyncio.sleep(AGAIN_S)
-                continue
-            if reply.history != history:
-                _warn_of_beginning(reply, again=bool(history))
-            batch += reply.records
-            history, after = reply.history, reply.records[-1].number if reply.records else after
-            silent_since = 0.0
-            if reply.more:
-                continue
-            yield sorted(batch, key=lambda record: record.at_s)
-            batch = []
-            if reply.finished or not follow:
-                return
-
-
-def _warn_of_beginning(reply: logs_pb2.LogsReply, *, again: bool) -> None:
-    if again:
-        _warn("the coordinator has begun a new log; it does not know what was logged before it led")
-    elif reply.dropped:
-        _warn(f"{reply.dropped:.0f} older records are not there any more")
-
-
-def _warn(text: str) -> None:
-    print(f"axon-ps: {text}", file=sys.stderr)
+    asyncio.run(show(settings, wanted, follow=follow, as_json=as_json))

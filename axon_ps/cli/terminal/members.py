@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from axon_ps.errors import AxonError
-from axon_ps.observe.work import Work, from_measures
+from axon_ps.observe.work import LongWork, from_measures
 from axon_ps.types import Role
 from axon_ps.wire.events import Status
 
@@ -33,12 +33,12 @@ def of_the_job(counters: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in counters.items() if not name.startswith(roles)}
 
 
-def works_of(status: Status) -> list[Work]:
+def works_of(status: Status) -> list[LongWork]:
     """Return the long work that the shard servers are doing, together."""
     return from_measures(measures_of(status.counters, Role.SHARD).values())
 
 
-async def follow_work(ask: Callable[[], Awaitable[Status]], work: Work) -> None:
+async def follow_work(ask: Callable[[], Awaitable[Status]], work: LongWork) -> None:
     """Keep `work` as far as the servers are with work of its kind, until cancelled."""
     while True:
         with contextlib.suppress(AxonError):  # the caller's own call says what is wrong

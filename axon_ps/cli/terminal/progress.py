@@ -1,7 +1,7 @@
 """The bar of long work: bytes done, rate and time left, on standard error.
 
 On a terminal it is redrawn in place; elsewhere a line is written every `LINE_S`, so that a log shows that something
-goes on. The caller or another thread advances the `Work` that is shown.
+goes on. The caller or another thread advances the `LongWork` that is shown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Final, TextIO
 
 from axon_ps.cli.terminal.quantities import duration, size
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 
 LINE_S: Final = 5.0
 """Seconds between two lines where there is no terminal."""
@@ -35,7 +35,7 @@ class Progress:
     def __init__(
         self,
         what: str,
-        work: Work,
+        work: LongWork,
         out: TextIO | None,
         *,
         line_s: float = LINE_S,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from axon_ps.errors import ConfigurationError
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 
 _UNITS: Final = ("B", "KB", "MB", "GB", "TB", "PB")
 _DOING: Final = {
@@ -46,7 +46,7 @@ def seconds_of(text: str, option: str) -> float:
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 
 
-def work_line(work: Work) -> str:
+def work_line(work: LongWork) -> str:
     """Describe work that the shard servers are doing."""
     percent = 100 * work.done_bytes // max(1, work.total_bytes)
     return f"{_DOING.get(work.kind, work.kind)}: {size(work.done_bytes)} of {size(work.total_bytes)} ({percent} %)"

@@ -36,13 +36,13 @@ def trace(
     settings: Settings,
 ) -> None:
     """Record the next steps of a running job on all its members, as a file for https://ui.perfetto.dev."""
+    from axon_ps.cli.operations import client
+
     first = _number(step)
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigurationError(f"--output {output}: there is no directory {output.absolute().parent}")
 
     async def ask() -> trace_pb2.TraceReply:
-        from axon_ps.cli.operate import client
-
         async with client(settings) as operator:
             return await operator.trace(first, steps, timeout_s, model=model)
 

@@ -1,8 +1,7 @@
-"""The client's calls of the coordinator's unary methods: registration, barriers, the key-value store, checkpoints.
+"""The coordinator's unary methods that members and operators call: barriers, the key-value store, checkpoints.
 
-`Calls` is the common base of the clients of members and of operators. A member's calls are delayed until its session is
-up, so a restart of the coordinator is a pause. Calls that can be retried safely are retried until the caller's
-deadline.
+`Calls` is the common base of their clients. A member's calls are delayed until its session is up, so a restart of the
+coordinator is a pause. Calls that can be retried safely are retried until the caller's deadline.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from axon_ps.coordinator.messages import checkpoint_from_proto, files_to_proto, job_from_proto, status_from_proto
+from axon_ps.coordinator.messages import checkpoint_from_proto, files_to_proto, status_from_proto
 from axon_ps.errors import AxonError, Broken, Closed, GenerationChanged, MemberLost, NotLeader, Unreachable
 from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Membership, OptimizerSpec
+from axon_ps.types import OptimizerSpec
 from axon_ps.wire import codec
-from axon_ps.wire.events import CheckpointReply, JobState, Registered, SnapshotFile, Status
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, revocation_pb2, status_pb2, trace_pb2
+from axon_ps.wire.events import CheckpointReply, Registered, SnapshotFile, Status
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, status_pb2
 
 DEFAULT_TIMEOUT_S = 60.0
 """Deadline of a call that waits for no other member."""
@@ -29,13 +28,13 @@ DEFAULT_TIMEOUT_S = 60.0
 ANSWER_S = 2.0
 """Seconds after its deadline in which a call may be answered: the coordinator's error names the missing members."""
 
-_RETRY_IDEMPOTENT = (Broken, GenerationChanged)
+RETRY_IDEMPOTENT = (Broken, GenerationChanged)
 """After these an idempotent call is retried: the connection broke, or this process was not a member."""
 
-_NOT_BEGUN = (Unreachable, NotLeader)
+NOT_BEGUN = (Unreachable, NotLeader)
 """After these errors the call was not begun, so every call can be retried."""
 
-_RETRY_ANY = (*_NOT_BEGUN, GenerationChanged)
+_RETRY_ANY = (*NOT_BEGUN, GenerationChanged)
 """Likewise, also if this process was not a member."""
 
 
@@ -109,7 +108,7 @@ class Calls(ABC):
             request.timeout_s = deadline.remaining()
             return request
 
-        again = (*_RETRY_IDEMPOTENT, MemberLost)
+        again = (*RETRY_IDEMPOTENT, MemberLost)
         reply = await self._call("Register", register, deadline, again=again, waits=True)
         await self._reached(reply.generation, deadline)
         return Registered(
@@ -131,7 +130,7 @@ class Calls(ABC):
         After an error: it may be gone; releasing it again is harmless.
         """
         request = coordinator_pb2.ReleaseRequest(context=self.context(), model=model, name=name)
-        reply = await self._call("Release", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
+        reply = await self._call("Release", lambda: request, Deadline(timeout_s), again=RETRY_IDEMPOTENT)
         return bool(reply.released)
 
     async def barrier(self, name: str, ranks: Sequence[int] = (), timeout_s: float | None = None) -> int:
@@ -244,7 +243,7 @@ class Calls(ABC):
             background=background,
             states=files_to_proto(states),
         )
-        reply = await self._call("SaveCheckpoint", lambda: request, Deadline(timeout_s), again=_NOT_BEGUN)
+        reply = await self._call("SaveCheckpoint", lambda: request, Deadline(timeout_s), again=NOT_BEGUN)
         return checkpoint_from_proto(reply)
 
     async def restore_checkpoint(
@@ -265,7 +264,7 @@ class Calls(ABC):
         """
         request = coordinator_pb2.RestoreCheckpointRequest(context=self.context(), uri=uri, models=models)
         deadline = Deadline(timeout_s)
-        reply = await self._call("RestoreCheckpoint", lambda: request, deadline, again=_NOT_BEGUN)
+        reply = await self._call("RestoreCheckpoint", lambda: request, deadline, again=NOT_BEGUN)
         return checkpoint_from_proto(reply)
 
     async def drain(self, rank: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> int:
@@ -281,61 +280,8 @@ class Calls(ABC):
             Misuse: parameters are being set or restored.
         """
         request = placement_pb2.DrainRequest(context=self.context(), rank=rank)
-        reply = await self._call("Drain", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
+        reply = await self._call("Drain", lambda: request, Deadline(timeout_s), again=RETRY_IDEMPOTENT)
         return int(reply.slices)
-
-    async def revoke(
-        self, target: str, reason: str = "", timeout_s: float | None = DEFAULT_TIMEOUT_S
-    ) -> revocation_pb2.RevokeReply:
-        """Revoke credentials everywhere in the job; a member that had them is lost within a second.
-
-        Args:
-            target: the id of a token, the serial number of a certificate, or a member: "worker/3".
-            reason: the text for refused callers.
-            timeout_s: seconds it may take.
-
-        Raises:
-            InvalidRequest: there is no such member, or it has no credentials of its own that could be revoked.
-        """
-        request = revocation_pb2.RevokeRequest(context=self.context(), target=target, reason=reason)
-        reply: revocation_pb2.RevokeReply = await self._call(
-            "Revoke", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT
-        )
-        return reply
-
-    async def trace(self, first: int, steps: int, timeout_s: float, *, model: str = "") -> trace_pb2.TraceReply:
-        """Have all members record the spans of steps, and return them when these are over.
-
-        Args:
-            first: the first step attempt; 0 = the next that has not begun.
-            steps: the number of steps.
-            timeout_s: how long to wait for them, in seconds.
-            model: name of the model; empty = the only one.
-
-        Raises:
-            InvalidRequest: there is no such model, the first step has begun, or there are too many steps.
-            Timeout: the steps were not made in time; the message says what the job waits for.
-        """
-        deadline = Deadline(timeout_s)
-        request = trace_pb2.TraceRequest(
-            context=self.context(), model=model, first=first, steps=steps, timeout_s=timeout_s
-        )
-        reply: trace_pb2.TraceReply = await self._call("Trace", lambda: request, deadline, again=_NOT_BEGUN, waits=True)
-        return reply
-
-    async def describe(self, name: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> tuple[JobState, Membership]:
-        """Return a model with its layout and placement, and the members.
-
-        Args:
-            name: of the model; empty = the only one.
-            timeout_s: how long it may take, in seconds.
-
-        Raises:
-            InvalidRequest: the job does not have it (yet).
-        """
-        request = coordinator_pb2.DescribeRequest(context=self.context(), name=name)
-        reply = await self._call("Describe", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
-        return job_from_proto(reply.job), codec.membership_from_proto(reply.membership)
 
     async def status(self, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> Status:
         """Return the status of the job."""
@@ -351,7 +297,7 @@ class Calls(ABC):
         value: bytes = b"",
         expected: bytes = b"",
         amount: int = 0,
-        again: tuple[type[AxonError], ...] = _RETRY_IDEMPOTENT,
+        again: tuple[type[AxonError], ...] = RETRY_IDEMPOTENT,
         waits: bool = False,
     ) -> Any:
         deadline = Deadline(timeout_s)

@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from axon_ps.coordinator.client.addresses import CONNECT_S, Addresses, Endpoint
-from axon_ps.coordinator.client.calls import Calls
+from axon_ps.coordinator.client.calls import DEFAULT_TIMEOUT_S, NOT_BEGUN, RETRY_IDEMPOTENT, Calls
+from axon_ps.coordinator.messages import job_from_proto
 from axon_ps.errors import AxonError, Broken, Busy, Timeout, Unreachable
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import Channel
@@ -16,7 +17,10 @@ from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.rpc.stream import EOF, Stream
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, watch_pb2
+from axon_ps.types import Membership
+from axon_ps.wire import codec
+from axon_ps.wire.events import JobState
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, revocation_pb2, trace_pb2, watch_pb2
 
 DEFAULT_JOB: Final = "default"
 
@@ -89,6 +93,59 @@ class OperatorClient(Calls):
             except (Broken, Busy) as error:
                 yield error
             await asyncio.sleep(AGAIN_S)
+
+    async def revoke(
+        self, target: str, reason: str = "", timeout_s: float | None = DEFAULT_TIMEOUT_S
+    ) -> revocation_pb2.RevokeReply:
+        """Revoke credentials everywhere in the job; a member that had them is lost within a second.
+
+        Args:
+            target: the id of a token, the serial number of a certificate, or a member: "worker/3".
+            reason: the text for refused callers.
+            timeout_s: seconds it may take.
+
+        Raises:
+            InvalidRequest: there is no such member, or it has no credentials of its own that could be revoked.
+        """
+        request = revocation_pb2.RevokeRequest(context=self.context(), target=target, reason=reason)
+        reply: revocation_pb2.RevokeReply = await self._call(
+            "Revoke", lambda: request, Deadline(timeout_s), again=RETRY_IDEMPOTENT
+        )
+        return reply
+
+    async def trace(self, first: int, steps: int, timeout_s: float, *, model: str = "") -> trace_pb2.TraceReply:
+        """Have all members record the spans of steps, and return them when these are over.
+
+        Args:
+            first: the first step attempt; 0 = the next that has not begun.
+            steps: the number of steps.
+            timeout_s: how long to wait for them, in seconds.
+            model: name of the model; empty = the only one.
+
+        Raises:
+            InvalidRequest: there is no such model, the first step has begun, or there are too many steps.
+            Timeout: the steps were not made in time; the message says what the job waits for.
+        """
+        deadline = Deadline(timeout_s)
+        request = trace_pb2.TraceRequest(
+            context=self.context(), model=model, first=first, steps=steps, timeout_s=timeout_s
+        )
+        reply: trace_pb2.TraceReply = await self._call("Trace", lambda: request, deadline, again=NOT_BEGUN, waits=True)
+        return reply
+
+    async def describe(self, name: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> tuple[JobState, Membership]:
+        """Return a model with its layout and placement, and the members.
+
+        Args:
+            name: of the model; empty = the only one.
+            timeout_s: how long it may take, in seconds.
+
+        Raises:
+            InvalidRequest: the job does not have it (yet).
+        """
+        request = coordinator_pb2.DescribeRequest(context=self.context(), name=name)
+        reply = await self._call("Describe", lambda: request, Deadline(timeout_s), again=RETRY_IDEMPOTENT)
+        return job_from_proto(reply.job), codec.membership_from_proto(reply.membership)
 
     async def logs(self, history: str = "", after: float = 0.0, wait_s: float = 0.0) -> logs_pb2.LogsReply:
         """Return a page of the lines that the job's processes have logged.

@@ -11,26 +11,22 @@ the generation never falls; every vote is followed by exactly one `Decision` of 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
-import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from axon_ps.coordinator.client.addresses import Addresses, Endpoint
+from axon_ps.coordinator.client.availability import Availability, in_time
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.coordinator.client.delivery import Delivery
-from axon_ps.coordinator.client.heartbeat import Punctuality, heartbeat, interval_s
-from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
-from axon_ps.coordinator.client.succession import successor
+from axon_ps.coordinator.client.heartbeat import heartbeat
+from axon_ps.coordinator.client.operator import OperatorClient
+from axon_ps.coordinator.client.session_stream import Handlers, SessionStream
 from axon_ps.coordinator.messages import (
     copied_to_proto,
     corrupted_to_proto,
-    event_from_proto,
     initialized_to_proto,
     join_to_proto,
     knowledge_to_proto,
@@ -40,20 +36,14 @@ from axon_ps.coordinator.messages import (
 from axon_ps.coordinator.span_messages import report_to_proto
 from axon_ps.errors import (
     AxonError,
-    Broken,
-    Busy,
     Closed,
-    GenerationChanged,
     InternalError,
     InvalidRequest,
     MemberLost,
     Misuse,
-    Timeout,
     Unreachable,
-    again,
 )
 from axon_ps.observe.log_buffer import LogBuffer, collect
-from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.observe.tracing.tracer import Collection, Tracer
 from axon_ps.rpc.auth import credentials as auth
@@ -62,7 +52,6 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_to_detail
-from axon_ps.rpc.stream import Stream
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import build
 from axon_ps.wire.events import (
@@ -92,7 +81,6 @@ from axon_ps.wire.events import (
 from axon_ps.wire.v1 import (
     checkpoint_pb2,
     common_pb2,
-    coordinator_pb2,
     membership_pb2,
     memory_pb2,
     policy_pb2,
@@ -114,25 +102,8 @@ __all__ = [
     "Status",
 ]
 
-LEAVE_S: Final = 2.0
-"""Most seconds that `close` waits until the coordinator has received the Leave."""
-
-RETIRE_S: Final = 1.0
-"""Seconds that calls may stay on a channel that was replaced."""
-
-FAILOVER_S: Final = 0.25
-"""Most seconds between two rounds, if there are several coordinators: one of them leads soon."""
-
-STANDBY_S: Final = 0.2
-"""Most seconds between two requests of a standby to join."""
-
-RENEW_S: Final = 1.0
-"""Seconds between two checks for newer credentials."""
-
 _logger = logging.getLogger(__name__)
 _PRINCIPALS: Final = {Role.WORKER: Principal.WORKER, Role.SHARD: Principal.SHARD}
-_TEMPORARY: Final = (Broken, Busy, GenerationChanged)
-"""Errors of a session after which joining again may succeed; every other one is final."""
 
 
 class CoordinatorClient(Calls):
@@ -186,7 +157,6 @@ class CoordinatorClient(Calls):
         reconnect_timeout_s: float = 60.0,
     ) -> None:
         self.address = address
-        self._addresses = Addresses(address)
         self.job = job
         self.role = role
         self.node = node
@@ -199,7 +169,7 @@ class CoordinatorClient(Calls):
         self.log: LogBuffer | None = None
         self.memory: Callable[[], ServerMemory | None] = lambda: None
         self.connectivity = ConnectivityReport(lambda: self.lease_s)
-        self.connectivity.changed = lambda: self._send(heartbeat(self.measure, self.log, self.connectivity.take()))
+        self.connectivity.changed = lambda: self._stream.send(self._heartbeat())
         self.tracer = Tracer()
         self.state_id, self.revocations = "", auth.Revocations()
         self._listen_address = listen_address
@@ -208,22 +178,24 @@ class CoordinatorClient(Calls):
         self._known = known
         self._security = security.acting(_PRINCIPALS[role], job)
         self._on_event = on_event
-        self._reconnect_timeout_s = reconnect_timeout_s
-        self._random = random.Random(self.incarnation)
         self._delivery = Delivery()
-        self._outbox: asyncio.Queue[session_pb2.SessionRequest] = asyncio.Queue()
+        self._availability = Availability()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._channel: Any = None  # of `rpc.channels.connect`
-        self._stub: Stub | None = None
-        self._retiring: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
-        self._attached = asyncio.Event()
-        self._reminder: asyncio.Task[None] | None = None
-        self._renewed = asyncio.Event()  # set, and replaced, when the membership changes or the session fails
-        self._error: AxonError | None = None
-        self._last_error: AxonError | None = None
         self._closing = False
-        self._successor: Endpoint | None = None  # the address of another leader, if that ended our session
+        self._stream = SessionStream(
+            self,
+            Handlers(
+                request=self._request,
+                heartbeat=self._heartbeat,
+                receive=self._receive,
+                broke=lambda error: on_event(SessionLost(error=error)),
+            ),
+            self._security,
+            self._availability,
+            reconnect_timeout_s=reconnect_timeout_s,
+            standby=standby,
+        )
 
     @property
     def membership(self) -> Membership | None:
@@ -252,19 +224,17 @@ class CoordinatorClient(Calls):
         if self._task is not None or self._closing:
             raise Misuse("this CoordinatorClient was started before; make a new one")
         self._loop = asyncio.get_running_loop()
-        await self._addresses.look_up()
-        self._connect()
+        await self._stream.open()
         self.log = collect(self._security.secrets())
-        self._remind()
         self._task = asyncio.create_task(self._run(Deadline(timeout_s)), name=f"session {self.incarnation[:8]}")
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                await self._wait_attached()
+                await self._availability.until_up()
         except TimeoutError:
             await self.close()
             if not limit.expired():  # the session failed with this error
                 raise
-            error = self._last_error or Unreachable(f"nobody answers at {self.address}")
+            error = self._stream.last_error or Unreachable(f"nobody answers at {self.address}")
             error.add_note(f"tried for {timeout_s:g} s")
             raise error from None
         except BaseException:
@@ -281,13 +251,15 @@ class CoordinatorClient(Calls):
         self._closing = True
         try:
             if self._task is not None and not self._task.done():
-                await _leave(self, self._task, reason, finished)
+                self.tracer.finish()
+                leave = membership_pb2.Leave(reason=reason[:200], finished=finished)
+                last = heartbeat(self.measure, self.log)  # with the last log records
+                await self._stream.leave(self._task, last, session_pb2.SessionRequest(leave=leave))
         finally:
             if self.log is not None:
                 self.log.close()
         self._fail(Closed("the session with the coordinator was closed by its owner"))
-        if self._channel is not None:
-            await asyncio.gather(self._channel.close(), *self._retiring)
+        await self._stream.close()
 
     def context(self) -> common_pb2.CallContext:
         """Return the context of a call to a coordinator or a shard server, in the newest generation that we know."""
@@ -311,7 +283,7 @@ class CoordinatorClient(Calls):
     def arrived(self, *, generation: int, step: int, model: int = 0, blocked: bool = False) -> None:
         """Worker: report that it waits in a step until the servers take its gradients."""
         arrived = policy_pb2.Arrived(generation=generation, step=step, model=model, blocked=blocked)
-        self._call_soon(self._send, session_pb2.SessionRequest(arrived=arrived))
+        self._call_soon(self._stream.send, session_pb2.SessionRequest(arrived=arrived))
 
     def ready(self, ready: Ready, replica: int | None = None) -> None:
         """Shard server: report that every slice has the gradients of every replica.
@@ -342,7 +314,7 @@ class CoordinatorClient(Calls):
 
     def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
         """Shard server: answer a `SnapshotOrder` with the files written, or with an error."""
-        self._call_soon(self._send, snapshot_report_to_proto(SnapshotReport(id=id, files=files, error=error)))
+        self._call_soon(self._stream.send, snapshot_report_to_proto(SnapshotReport(id=id, files=files, error=error)))
 
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         """Shard server: report the error of a `RestoreOrder` (success is reported by `initialized`)."""
@@ -358,7 +330,8 @@ class CoordinatorClient(Calls):
 
     def spans(self, collection: Collection) -> None:
         """Answer a `TraceOrder`."""
-        self._call_soon(self._send, session_pb2.SessionRequest(spans=report_to_proto(collection, time.time_ns())))
+        report = report_to_proto(collection, time.time_ns())
+        self._call_soon(self._stream.send, session_pb2.SessionRequest(spans=report))
 
     def _call_soon(self, fn: Callable[..., None], *args: Any) -> None:
         if self._loop is None:
@@ -373,53 +346,26 @@ class CoordinatorClient(Calls):
             self._loop.call_soon_threadsafe(fn, *args)
 
     def _send_step_message(self, message: Vote | Ready, replica: int | None) -> None:
-        if events := self._delivery.record(message, replica):
-            self._emit(events)
-        else:
-            self._send(step_message_to_proto(message))
+        aborts = self._delivery.record(message, replica)
+        for abort in aborts:
+            self._on_event(abort)
+        if not aborts:
+            self._stream.send(step_message_to_proto(message))
 
     def _send_recorded(self, record: Callable[[Any], None], message: session_pb2.SessionRequest) -> None:
         """Send a message that is sent again after a reconnect."""
         record(message)
-        self._send(message)
-
-    def _send(self, message: session_pb2.SessionRequest) -> None:
-        """Queue a message for the present stream; `_delivery` sends those again that must not be lost with it."""
-        if self._attached.is_set():
-            self._outbox.put_nowait(message)
+        self._stream.send(message)
 
     # ------------------------------------------------------------------ the session
 
     async def _run(self, first: Deadline) -> None:
         """Maintain a session until it is closed or refused, or reconnecting has timed out."""
-        deadline, wait_s = first, 0.05
         try:
-            while not self._closing:
-                try:
-                    await self._session()
-                    return
-                except _TEMPORARY as error:
-                    self._last_error = again(error)
-                    if was_attached := self._attached.is_set():
-                        self._detach(error)
-                        deadline, wait_s = Deadline(self._reconnect_timeout_s), 0.05
-                    if deadline.expired:
-                        raise
-                    before = self._addresses.present
-                    more = isinstance(error, Broken) and await self._addresses.next(self._successor)
-                    self._successor = None
-                    if self._addresses.present != before or not (was_attached or isinstance(error, Busy)):
-                        self._reconnect()
-                    if more:
-                        continue
-                await asyncio.sleep(min(self._random.uniform(wait_s / 2, wait_s), deadline.remaining()))
-                longest_s = FAILOVER_S if len(self._addresses) > 1 else STANDBY_S if self._standby else 2.0
-                wait_s = min(wait_s * 2, longest_s, self.lease_s / 4)
+            await self._stream.run(first)
         except InvalidRequest as error:  # of a member: its rank was given to another, or the job is another one
-            was_member = self.state_id != ""
-            reason = (
-                f"the coordinator gave up this {self.role.value}, rank {self.rank}, and does not take it back: {error}"
-            )
+            was_member, me = self.state_id != "", f"this {self.role.value}, rank {self.rank}"
+            reason = f"the coordinator gave up {me}, and does not take it back: {error}"
             self._fail(MemberLost(reason) if was_member else error)
         except AxonError as error:
             self._fail(error)
@@ -427,69 +373,39 @@ class CoordinatorClient(Calls):
             _logger.exception("the session with the coordinator failed")
             self._fail(InternalError(f"the session failed: {type(error).__name__}: {error}"))
 
-    async def _session(self) -> None:
-        """Run one stream from Join to its end; return only after a Leave of ours."""
-        assert self._stub is not None
-        await self._addresses.until_connected(self._channel)
-        stream = self._stub.open("Session")
-        self._outbox = asyncio.Queue()
-        tasks: list[asyncio.Task[None]] = []
-        try:
-            await stream.write(join_to_proto(_join_request(self), self.role))
-            async for event in _events(stream):
-                if isinstance(event, KnowledgeRequest):
-                    await stream.write(knowledge_to_proto(self._delivery.knowledge(self.revocations.reasons)))
-                    continue
-                await self._receive(event)
-                if not tasks:  # not before the Welcome, which has the lease
-                    tasks.append(asyncio.create_task(self._write(stream, self._outbox)))
-                    tasks.append(asyncio.create_task(_renew(self, self._stub)))
-                    if len(self._addresses) > 1:
-                        tasks.append(asyncio.create_task(self._follow(stream)))
-            if not self._closing:
-                raise Broken(f"the coordinator at {self.address} ended the session")
-        except Closed:
-            if self._successor is None:
-                raise
-            raise Broken(f"another coordinator leads, at {self._successor.address}") from None
-        finally:
-            stream.cancel()
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+    def _request(self) -> session_pb2.SessionRequest:
+        request = JoinRequest(
+            job=self.job,
+            incarnation=self.incarnation,
+            node=self.node,
+            address=self._listen_address,
+            requested_rank=self._requested_rank if self.membership is None else self.rank,
+            world_size=self.world_size if self.role is Role.WORKER else 0,
+            standby=self._standby and self.membership is None,
+            known=self._known,
+            memory=self.memory(),
+            state_id=self.state_id,
+            position=self._delivery.position,
+            connectivity=self.connectivity.begin(),
+        )
+        return join_to_proto(request, self.role)
 
-    async def _follow(self, stream: Stream) -> None:
-        """End the session when another coordinator leads."""
-        self._successor = await successor(self._addresses, self._security, self.job)
-        stream.cancel()
+    def _heartbeat(self) -> session_pb2.SessionRequest:
+        return heartbeat(self.measure, self.log, self.connectivity.take())
 
-    async def _write(self, stream: Stream, outbox: asyncio.Queue[session_pb2.SessionRequest]) -> None:
-        """Send the queued messages, and regular heartbeats."""
-        sent_s, punctuality = -math.inf, Punctuality()
-        with contextlib.suppress(AxonError):  # the reader gets the error that ended the stream
-            while True:
-                pause_s = interval_s(self.lease_s)
-                try:
-                    with punctuality.expected(pause_s):
-                        async with asyncio.timeout(pause_s):
-                            message = await outbox.get()
-                    await stream.write(message)
-                    if message.HasField("leave"):
-                        await stream.done_writing()
-                        return
-                except TimeoutError:
-                    sent_s = -math.inf
-                if time.monotonic() - sent_s >= pause_s:
-                    sent_s = time.monotonic()
-                    await stream.write(heartbeat(self.measure, self.log, self.connectivity.take()))
-                    punctuality.sent()
-
-    async def _receive(self, event: ServerEvent) -> None:
+    def _receive(self, event: ServerEvent) -> session_pb2.SessionRequest | None:
+        """Take an event; return the answer, if it has one."""
+        if isinstance(event, KnowledgeRequest):
+            return knowledge_to_proto(self._delivery.knowledge(self.revocations.reasons))
         if isinstance(event, RevokedNames):
-            return self.revocations.set(event.reasons)
-        if isinstance(event, TraceOrder):
-            return self.tracer.order(event, self.spans)
+            self.revocations.set(event.reasons)
+        elif isinstance(event, TraceOrder):
+            self.tracer.order(event, self.spans)
+        else:
+            self._deliver(event)
+        return None
+
+    def _deliver(self, event: ServerEvent) -> None:
         if isinstance(event, Welcome):
             build.check(event.build, f"the coordinator at {self.address}", f"this {self.role.value}")
             self.rank, self.lease_s, self.state_id = event.rank, event.lease_s, event.state_id
@@ -501,62 +417,19 @@ class CoordinatorClient(Calls):
                 self.tracer.decided(new.model, new.step)
         if not isinstance(event, Membership):
             return
-        if not self._attached.is_set():
-            self._attached.set()
-            self._addresses.found()
-            if self._reminder is not None:
-                self._reminder.cancel()
-            for message in self._delivery.to_resend():
-                self._outbox.put_nowait(message)
+        if not self._availability.is_up:
+            self._stream.attached(self._delivery.to_resend())
             if was_member:
-                self._emit([SessionRestored()])
-        self._wake()
-
-    def _wake(self) -> None:
-        """Wake all tasks that wait for a membership."""
-        self._renewed.set()
-        self._renewed = asyncio.Event()
-
-    def _emit(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._on_event(event)
-
-    # ------------------------------------------------------------------ when it breaks
-
-    def _connect(self) -> None:
-        self._channel = self._addresses.connect(self._security)
-        self._stub = Stub(self._channel, SERVICE, self._security)
-
-    def _reconnect(self) -> None:
-        """Open a fresh channel, so that the next attempt connects at once instead of after gRPC's own back-off."""
-        old = self._channel
-        self._connect()
-        retiring = asyncio.create_task(old.close(RETIRE_S))  # calls in progress on it fail by themselves
-        self._retiring.add(retiring)
-        retiring.add_done_callback(self._retiring.discard)
-
-    def _detach(self, error: AxonError) -> None:
-        self._attached.clear()
-        _logger.warning("%s %d lost its session with the coordinator: %s", self.role.value, self.rank, error)
-        self._remind()
-        self._emit([SessionLost(error=error)])
-
-    def _remind(self) -> None:
-        """Log at growing intervals that this member has no session, until it has one."""
-        self._reminder = asyncio.create_task(_log_waiting(self))
+                self._on_event(SessionRestored())
+        self._availability.changed()
 
     def _fail(self, error: AxonError) -> None:
         """Fail the session; all calls that wait for it get `error`."""
-        if self._reminder is not None:
-            self._reminder.cancel()
-        if self._error is not None:
+        if not self._availability.fail(error):
             return
-        self._error = again(error)
-        self._attached.set()
-        self._wake()
         if self.membership is not None and not self._closing:
             try:
-                self._emit([SessionLost(error=error, final=True)])
+                self._on_event(SessionLost(error=error, final=True))
             except Exception:
                 _logger.exception("on_event failed on the event that the session is lost")
 
@@ -564,109 +437,18 @@ class CoordinatorClient(Calls):
 
     @property
     def _is_over(self) -> bool:
-        return self._closing or self._error is not None
-
-    async def _wait_attached(self) -> None:
-        await self._attached.wait()
-        if self._error is not None:
-            raise again(self._error)
+        return self._closing or self._availability.error is not None
 
     async def _connected(self, deadline: Deadline) -> Stub:
         if self._task is None:
             raise Misuse("the session has not been started; await start() first")
-        try:
-            async with _until(deadline) as limit:
-                await self._wait_attached()
-        except TimeoutError:
-            if not limit.expired():  # the session ended with this error
-                raise
-            raise Timeout(f"the session with the coordinator at {self.address} was not restored in time") from None
-        assert self._stub is not None
-        return self._stub
+        late = f"the session with the coordinator at {self.address} was not restored in time"
+        await in_time(self._availability.until_up(), deadline, late)
+        return self._stream.stub
 
     async def _reached(self, generation: int, deadline: Deadline) -> None:
-        def there() -> bool:
-            known = self.membership is not None and self.membership.generation >= generation
-            return known or self._error is not None
+        def reached() -> bool:
+            return self.membership is not None and self.membership.generation >= generation
 
-        try:
-            async with _until(deadline):
-                while not there():
-                    await self._renewed.wait()
-        except TimeoutError:
-            raise Timeout(f"the session did not announce generation {generation} in time") from None
-        if self._error is not None:
-            raise again(self._error)
-
-
-async def _events(stream: Stream) -> AsyncIterator[ServerEvent]:
-    """Yield the events of a stream, except for those of a newer protocol."""
-    known: Membership | None = None
-    async for message in stream:
-        event = event_from_proto(message, known)
-        if isinstance(event, Membership):
-            known = event
-        if event is not None:
-            yield event
-
-
-def _join_request(client: CoordinatorClient) -> JoinRequest:
-    """Return the request with which a client joins."""
-    return JoinRequest(
-        job=client.job,
-        incarnation=client.incarnation,
-        node=client.node,
-        address=client._listen_address,
-        requested_rank=client._requested_rank if client.membership is None else client.rank,
-        world_size=client.world_size if client.role is Role.WORKER else 0,
-        standby=client._standby and client.membership is None,
-        known=client._known,
-        memory=client.memory(),
-        state_id=client.state_id,
-        position=client._delivery.position,
-        connectivity=client.connectivity.begin(),
-    )
-
-
-def _until(deadline: Deadline) -> asyncio.Timeout:
-    """Return a context that is ended at a deadline."""
-    left_s = deadline.remaining()
-    return asyncio.timeout(None if math.isinf(left_s) else left_s)
-
-
-async def _leave(client: CoordinatorClient, running: asyncio.Task[None], reason: str, finished: bool) -> None:
-    """Send a Leave to the coordinator, and end the session."""
-    client.tracer.finish()
-    if client._attached.is_set():
-        client._outbox.put_nowait(heartbeat(client.measure, client.log))  # with the last log records
-        leave = membership_pb2.Leave(reason=reason[:200], finished=finished)
-        client._outbox.put_nowait(session_pb2.SessionRequest(leave=leave))
-        await asyncio.wait([running], timeout=LEAVE_S)
-    running.cancel()
-    await asyncio.wait([running])
-
-
-async def _renew(client: CoordinatorClient, stub: Stub) -> None:
-    """Send the coordinator newer credentials when there are any: it ends a session whose credentials have expired."""
-    known = stub.credentials()
-    while True:
-        await asyncio.sleep(RENEW_S)
-        with contextlib.suppress(AxonError):  # it is tried again
-            if (newest := stub.credentials()) != known:
-                any_key = coordinator_pb2.KVRequest(context=client.context(), op=coordinator_pb2.KV_OP_GET, key="any")
-                await stub.call("KV", any_key, timeout_s=client.lease_s)
-                known = newest
-
-
-async def _log_waiting(client: CoordinatorClient) -> None:
-    """Log at growing intervals that a member has no session, until it has one."""
-    began_s = time.monotonic()
-    for pause_s in reminder_pauses():
-        await asyncio.sleep(pause_s)
-        if client._attached.is_set():
-            return
-        waited_s, why = time.monotonic() - began_s, client._last_error or "no answer"
-        state = "" if client.rank < 0 else "; what this process holds is kept"
-        _logger.warning(
-            "no session with coordinator %s for %.0f s, trying again: %s%s", client.address, waited_s, why, state
-        )
+        late = f"the session did not announce generation {generation} in time"
+        await in_time(self._availability.until(reached), deadline, late)

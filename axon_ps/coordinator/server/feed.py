@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from google.protobuf.message import Message as ProtoMessage
+from google.protobuf.message import Message
 
 from axon_ps.coordinator.messages import status_to_proto
 from axon_ps.coordinator.server.shell import Shell
@@ -28,14 +28,14 @@ TICK_FAILED_S: Final = 30.0
 MAX_READERS: Final = 256
 
 
-def as_json(message: ProtoMessage) -> str:
+def as_json(message: Message) -> str:
     """Return a message as JSON, with the names of the schema; fields with default values are left out."""
     from google.protobuf.json_format import MessageToJson  # for the page only
 
     return MessageToJson(message, preserving_proto_field_name=True, indent=None)
 
 
-class Message:
+class FeedMessage:
     """An event of the feed; each encoding of it is made once, at its first use."""
 
     def __init__(self, event: watch_pb2.WatchEvent) -> None:
@@ -62,8 +62,8 @@ class Tick:
     """The news since the previous tick, and the whole history, if a reader wants it."""
 
     number: int
-    increment: Message
-    everything: Message | None
+    increment: FeedMessage
+    everything: FeedMessage | None
 
 
 class Feed:
@@ -88,7 +88,7 @@ class Feed:
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def read(self) -> AsyncGenerator[Message, None]:
+    async def read(self) -> AsyncGenerator[FeedMessage, None]:
         """Yield everything, then increments, until closed.
 
         Raises:
@@ -144,10 +144,10 @@ class Feed:
         increment = self._message(history.take_new(now), unless=self._generation)
         return Tick(self._number, increment, self._message(history.everything(now)) if wanted else None)
 
-    def _message(self, event: watch_pb2.WatchEvent, unless: int = -1) -> Message:
+    def _message(self, event: watch_pb2.WatchEvent, unless: int = -1) -> FeedMessage:
         """Complete an event, but leave out the membership of generation `unless`."""
         event.history, event.began_s = self.history, self._began_s
         status = self._shell.status(measures=False)  # these are in `members`
         self._generation = status.membership.generation
         event.status.CopyFrom(status_to_proto(status, membership=self._generation != unless))
-        return Message(event)
+        return FeedMessage(event)

@@ -38,14 +38,14 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint and the data saved with it; `resumes` are the models to restore from it."""
 
     resumes: tuple[Resume, ...]
     info: CheckpointReply
 
 
-def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> Found:
+def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> FoundCheckpoint:
     """Read the manifest at `uri`, or of the newest complete checkpoint in it, and check that it fits the job's models.
 
     Args:
@@ -63,7 +63,7 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
     return _fitted(read_manifest(uri), specs, wanted)
 
 
-def _fitted(manifest: Manifest, specs: Mapping[str, JobSpec], wanted: Sequence[str]) -> Found:
+def _fitted(manifest: Manifest, specs: Mapping[str, JobSpec], wanted: Sequence[str]) -> FoundCheckpoint:
     """Check that a manifest fits the job's models; see `find`."""
     attached = _attachments(manifest)
     names = tuple(wanted) or tuple(specs)
@@ -98,7 +98,9 @@ def _fitted(manifest: Manifest, specs: Mapping[str, JobSpec], wanted: Sequence[s
     info, first = info_of(manifest), resumes[0] if resumes else None
     if first is not None and first.optimizer is not None:
         info = dataclasses.replace(info, optimizer=first.optimizer.name, hyper=first.optimizer.groups)
-    return Found(resumes=tuple(resumes), info=dataclasses.replace(info, version=resumes[0].version) if wanted else info)
+    return FoundCheckpoint(
+        resumes=tuple(resumes), info=dataclasses.replace(info, version=resumes[0].version) if wanted else info
+    )
 
 
 def _attachments(manifest: Manifest) -> dict[str, Attachment]:
@@ -129,7 +131,9 @@ def _attached_to(attached: Mapping[str, Attachment], section: str, name: str) ->
     return others if buffers is None else {**others, f"{BUFFERS}{name}": buffers}
 
 
-def find_complete(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = (), *, read: bool = False) -> Found:
+def find_complete(
+    uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = (), *, read: bool = False
+) -> FoundCheckpoint:
     """Do as `find`, and check that all files exist with the sizes in the manifest, since they replace servers' values.
 
     Each server checks the content of the files that it needs before it overwrites anything. But others may have

@@ -195,7 +195,7 @@ async def _lead(
     try:
         switch.servicer = servicer = CoordinatorServicer(shell, feed, switch.revocations)
         await begin()
-        save = partial(servicer.save, background=True)
+        save = partial(servicer.checkpoints.save, background=True)
         checkpoints = automatic.AutomaticCheckpoints(shell, policy, save).run() if policy.directory else None
         await _until(stop, shell, checkpoints)
         if config.resume and not (durable_models or servicer.has_registered):

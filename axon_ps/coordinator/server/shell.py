@@ -32,19 +32,17 @@ from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto, logged_to_proto
 from axon_ps.coordinator.server.audit import NO_AUDIT, OF_MEMBERS, AuditLog
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
+from axon_ps.coordinator.server.event_log import EventLog
 from axon_ps.coordinator.server.step_spans import StepSpans
 from axon_ps.errors import AxonError, Broken, Busy, InternalError, NotLeader, StorageFull, again
 from axon_ps.observe.log_buffer import LogBuffer
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.storage.state_store.base import Record, StateStore
-from axon_ps.types import Decision, Membership, Outcome
-from axon_ps.wire.events import UPLOADED, RestoreOrder, ServerEvent, SnapshotOrder, Status
+from axon_ps.types import Decision, Membership
+from axon_ps.wire.events import ServerEvent, Status
 
 QUEUE_EVENTS: Final = 1024
-LOG_STRAGGLERS_AFTER_S: Final = 10.0
-"""When workers have waited this long in a step for others, the others are logged."""
-
 MAX_CALLS: Final = 1 << 15
 MAX_SLEEP_S: Final = 1.0
 """Most seconds between two readings of the clock, so that a pause of the whole process is noticed."""
@@ -74,7 +72,7 @@ class StateLearned(Broken):
     """A newer state than that of this leadership was learned: the next leadership begins with it."""
 
 
-class Session:
+class MemberSession:
     """One member's stream in the shell: a bounded queue of the events to send, and the error that ended it.
 
     Args:
@@ -144,7 +142,7 @@ class _News:
         self._spans: dict[int, str] = {}
         self._encoded: dict[tuple[int, int], bytes] = {}
 
-    def messages(self, event: ServerEvent, sessions: Sequence[Session]) -> Iterator[tuple[Session, bytes]]:
+    def messages(self, event: ServerEvent, sessions: Sequence[MemberSession]) -> Iterator[tuple[MemberSession, bytes]]:
         """Yield the encoded event for each session."""
         if id(event) not in self._spans:
             self._spans[id(event)] = self._announce(event)
@@ -164,6 +162,52 @@ class _News:
                 message.decision.traceparent = self._spans[id(event)]
             self._encoded[key] = message.SerializeToString()
         return self._encoded[key]
+
+
+class RecordWriter:
+    """Writes records to one store, in a thread if that may take a while. Calls of its coroutines do not overlap.
+
+    Args:
+        store: gets the records; not closed here.
+        retry_s: seconds before a full disk is tried again.
+
+    Attributes:
+        trouble: the reason for which records wait; empty while there is none.
+    """
+
+    def __init__(self, store: StateStore, retry_s: float) -> None:
+        self._store = store
+        self._retry_s = retry_s
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="axon_ps-state")
+        self.trouble = ""
+
+    async def apply(self, records: list[Record]) -> None:
+        """Return when the records are written."""
+        while records:
+            try:
+                if self._store.blocks:
+                    await asyncio.get_running_loop().run_in_executor(self._executor, self._store.apply, records)
+                else:
+                    self._store.apply(records)
+                if self.trouble:
+                    _logger.warning("the coordinator's state can be written again")
+                self.trouble = ""
+                return
+            except StorageFull as error:
+                self.trouble = f"nothing can be decided before there is space on the disk: {error}"
+                _logger.error("%s", self.trouble)
+                await asyncio.sleep(self._retry_s)
+
+    async def learn(self, known: Knowledge) -> None:
+        """Add a shard server's newer knowledge to the records."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._learn, known)
+
+    def _learn(self, known: Knowledge) -> None:
+        self._store.apply(learned(self._store.load(), known))
+
+    def close(self) -> None:
+        """End the thread, after the write under way."""
+        self._executor.shutdown()
 
 
 class Shell:
@@ -201,20 +245,16 @@ class Shell:
         self.tracer = tracer or Tracer()
         self.spans = StepSpans(self.tracer, state.id)
         self._store = store
-        self._store_retry_s = store_retry_s
-        self._store_trouble = ""
+        self._records = RecordWriter(store, store_retry_s)
         self._loop = asyncio.get_running_loop()
         self.started_s = self.now()
         self.checkpoints = CheckpointLog(self.now, self._happened)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="axon_ps-state")
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, MemberSession] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._hosts: set[Callable[[AxonError], None]] = set()
         self._lost: list[int] = []
         self._number = 0
-        self._logged_generation = 0
-        self._logged_steps: dict[int, int] = {}  # by model
-        self._longest_wait_s = 0.0
+        self._events = EventLog()
         self._actions: list[Action] = []
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -232,8 +272,8 @@ class Shell:
 
     def status(self, *, measures: bool = True) -> Status:
         """Return the status of the job; see `CoordinatorState.status`."""
-        status = self.state.status(self.now(), measures=measures)
-        pending = (*status.pending, self._store_trouble) if self._store_trouble else status.pending
+        status, trouble = self.state.status(self.now(), measures=measures), self._records.trouble
+        pending = (*status.pending, trouble) if trouble else status.pending
         return dataclasses.replace(
             status, uptime_s=self.now() - self.started_s, pending=pending, checkpoints=self.checkpoints.status()
         )
@@ -290,14 +330,11 @@ class Shell:
         if self._writer is not None:
             await asyncio.wait([self._writer])
         try:
-            await self._loop.run_in_executor(self._executor, self._learn, known)
+            await self._records.learn(known)
         except Exception as error:
             self._end(error)
         else:
             self._end(StateLearned(f"the coordinator's state was older than what a shard server knows: {why}"))
-
-    def _learn(self, known: Knowledge) -> None:
-        self._store.apply(learned(self._store.load(), known))
 
     async def close(self) -> None:
         """Stop: sessions end as broken and calls fail. Members join again when a coordinator is back."""
@@ -306,27 +343,31 @@ class Shell:
             self._timer.cancel()
         self._close_everything(Broken("the coordinator is stopping; its state is kept; join again when it is back"))
         if self._writer is not None:
-            if self._store_trouble:
+            if self._records.trouble:
                 self._writer.cancel()
             await asyncio.wait([self._writer])
-        self._executor.shutdown()
+        self._records.close()
         if not self._failed.cancel() and not self._failed.cancelled():
             self._failed.exception()  # retrieved, since perhaps no task has waited for it
 
     # ------------------------------------------------------------------ events in
 
-    def open_session(self, *, differences: bool = False, send_soon: Callable[[bytes], bool] | None = None) -> Session:
-        """Open a new stream, which belongs to no member yet; see `Session`.
+    def open_session(
+        self, *, differences: bool = False, send_soon: Callable[[bytes], bool] | None = None
+    ) -> MemberSession:
+        """Open a new stream, which belongs to no member yet; see `MemberSession`.
 
         Raises:
             Broken: the coordinator is stopping.
         """
         self._check()
         self._number += 1
-        session = self._sessions[self._number] = Session(self._number, differences=differences, send_soon=send_soon)
+        session = self._sessions[self._number] = MemberSession(
+            self._number, differences=differences, send_soon=send_soon
+        )
         return session
 
-    def close_session(self, session: Session) -> None:
+    def close_session(self, session: MemberSession) -> None:
         """Close a stream. Members whose streams end together, as those of a host, are lost in one generation."""
         if self._sessions.pop(session.number, None) is not None:
             self._lost.append(session.number)
@@ -397,27 +438,11 @@ class Shell:
         try:
             while self._actions:
                 batch, self._actions = self._actions, []
-                await self._write([r for a in batch if isinstance(a, Persist) for r in a.records])
+                await self._records.apply([r for a in batch if isinstance(a, Persist) for r in a.records])
                 self._publish(batch)
             self._writer = None
         except Exception as error:
             self._fail(error)
-
-    async def _write(self, records: list[Record]) -> None:
-        while records:
-            try:
-                if self._store.blocks:
-                    await self._loop.run_in_executor(self._executor, self._store.apply, records)
-                else:
-                    self._store.apply(records)
-                if self._store_trouble:
-                    _logger.warning("the coordinator's state can be written again")
-                self._store_trouble = ""
-                return
-            except StorageFull as error:
-                self._store_trouble = f"nothing can be decided before there is space on the disk: {error}"
-                _logger.error("%s", self._store_trouble)
-                await asyncio.sleep(self._store_retry_s)
 
     def _publish(self, batch: list[Action]) -> None:
         if not self._store.leads():
@@ -441,7 +466,7 @@ class Shell:
     def _announce(self, event: ServerEvent) -> str:
         """Log an event that is about to be sent, and record it in the history; return its span, if it is traced."""
         self._announced.set()
-        self._log(event)
+        self._events.published(event)
         self._loop.call_soon(self.state.history.published, event, self.now())  # after it is sent
         if not isinstance(event, Decision):
             return ""
@@ -493,27 +518,6 @@ class Shell:
         for end in list(self._hosts):
             end(error)
 
-    def _log(self, event: ServerEvent) -> None:
-        """Log an event once; a repetition for a member that reconnected is not logged."""
-        if isinstance(event, Membership) and event.generation > self._logged_generation:
-            self._logged_generation = event.generation
-            members = f"{len(event.workers)} workers, {len(event.shards)} shard servers"
-            waiting = "" if event.complete else f"; waiting for {event.waiting_for}"
-            _logger.info("generation %d: %s%s", event.generation, members, waiting)
-        elif isinstance(event, Decision) and event.step > self._logged_steps.get(event.model, 0):
-            self._logged_steps[event.model] = event.step
-            if event.outcome is not Outcome.COMMIT:
-                # The loss of a member that aborts a step is logged elsewhere.
-                level = logging.WARNING if event.outcome is Outcome.SKIP else logging.INFO
-                of = f" of model {event.model}" if event.model else ""
-                _logger.log(level, "step %d%s: %s: %s", event.step, of, event.outcome.value, event.reason)
-        elif isinstance(event, SnapshotOrder):
-            _logger.info("version %d is written to %s", event.version, event.uri)
-        elif isinstance(event, RestoreOrder):
-            by_worker = event.uri.startswith(UPLOADED)
-            source = "what a worker uploads" if by_worker else event.uri
-            _logger.warning("version %d is restored from %s", event.version, source)
-
     # ------------------------------------------------------------------ time
 
     def _set_timer(self) -> None:
@@ -539,7 +543,7 @@ class Shell:
             self._fail(NotLeader("no member was there any more, and another coordinator stands by for them"))
         self.perform(self.state.tick(self.now()))
         self._set_timer()  # at once: without a timer, a pause is not noticed
-        self._log_stragglers()
+        self._events.waited(*self.state.longest_wait(self.now()))
         if not self._failing:
             self.take_logs()
 
@@ -551,9 +555,3 @@ class Shell:
         if isolation.suspected(now):
             return store.has_standby()
         return isolation.silent_s(now) > ASKED_LEASES * self.state.config.lease_s and store.has_standby(asked=True)
-
-    def _log_stragglers(self) -> None:
-        """Log once the workers for which others have waited for `LOG_STRAGGLERS_AFTER_S`."""
-        before_s, (self._longest_wait_s, text) = self._longest_wait_s, self.state.stragglers.longest_wait(self.now())
-        if before_s < LOG_STRAGGLERS_AFTER_S <= self._longest_wait_s:
-            _logger.warning("%s", text)

@@ -26,7 +26,7 @@ import numpy as np
 
 from axon_ps.aggregation.client.probes import Wait
 from axon_ps.errors import AxonError, Broken, InvalidRequest
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.rpc.stream import EOF
 from axon_ps.shard.core.digests import PARAM, SliceDigests
 from axon_ps.shard.core.engine import ShardEngine
@@ -119,7 +119,7 @@ class Copying:
         self._got_bytes = 0  # since there was nothing left to copy
         self._slice_bytes = 0  # of the slice that is coming
 
-    def works(self) -> Iterator[Work]:
+    def works(self) -> Iterator[LongWork]:
         """Yield the bytes to copy while a copy is under way. The number of moments is taken from other slices here."""
         slices = self._engine.slices.values()
         if not (copying := [s for s in slices if s.copying]):
@@ -127,7 +127,7 @@ class Copying:
             return
         arrays = 1 + max((len(s.master.state) for s in slices), default=0)
         left = sum(4 * arrays * s.chunks.numel for s in copying)
-        yield Work("copy", self._got_bytes + max(0, left - self._slice_bytes), self._got_bytes)
+        yield LongWork("copy", self._got_bytes + max(0, left - self._slice_bytes), self._got_bytes)
 
     def on_placement(self) -> None:
         """Copy the slices that a new placement gives to this server and that it does not have yet."""

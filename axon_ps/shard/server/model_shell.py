@@ -11,7 +11,7 @@ Note: [In order]
     in the same order (`EventOrder.call`).
 
 Note: [Long work]
-    Work that takes long, because a slice may have GiBs, runs in a thread (`ServerShell.off_loop`), so that the event
+    LongWork that takes long, because a slice may have GiBs, runs in a thread (`ServerShell.off_loop`), so that the event
     loop can send heartbeats and serve other calls. It is: allocating slices, hashing and encoding values, filling
     memory that workers map. Meanwhile events about the model wait behind that work, in order (`EventOrder.begin_work`):
     no step begins, no restore begins, and no slice is added or removed. Streams go on; they change sums, not values.
@@ -30,7 +30,7 @@ from axon_ps.compress import cast
 from axon_ps.errors import AxonError, GenerationChanged, Misuse
 from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.shard.core import queued
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
@@ -365,7 +365,7 @@ class ModelShell:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def write(self, uri: str, version: int, pin: Pin, throttle: Throttle, work: Work) -> SnapshotFile:
+    def write(self, uri: str, version: int, pin: Pin, throttle: Throttle, work: LongWork) -> SnapshotFile:
         """Write this server's slices of a checkpoint, in the files' thread; see `snapshot.write`."""
         try:
             num_cuts = 1 if self.engine.placement is None else self.engine.placement.num_cuts
@@ -376,7 +376,7 @@ class ModelShell:
             self.pins.release(pin)
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
 
-    def works(self) -> Iterator[Work]:
+    def works(self) -> Iterator[LongWork]:
         """Yield the work of missing first values and missing copies of slices."""
         yield from self.values.works()
         if self._copying is not None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from axon_ps.errors import AxonError, SliceMoved
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.same_host import mapped_units
@@ -150,13 +150,13 @@ class ModelValues:
         assert mapped is None or isinstance(mapped, SharedCopy), "only this makes them"
         return mapped
 
-    def works(self) -> Iterator[Work]:
+    def works(self) -> Iterator[LongWork]:
         """Yield the upload of first values, while some are lacking."""
         slices = [s for s in self._engine.slices.values() if not s.copying]
         if self._engine.parameters.lacking:
             lacking = sum(min(s.chunks.numel, s.lacking * s.chunks.chunk_numel) for s in slices)
             total = sum(s.chunks.numel for s in slices)
-            yield Work("upload", 4 * total, 4 * (total - lacking))
+            yield LongWork("upload", 4 * total, 4 * (total - lacking))
 
     def waits_for(self, epoch: int) -> bool:
         """Return True if first values of an epoch arrived before the values that they replace were withdrawn."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from axon_ps.errors import AxonError
 from axon_ps.observe.tracing.tracer import Tracer
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.server.capacity import Capacity
 from axon_ps.shard.server.links import Links
@@ -75,7 +75,7 @@ class ServerShell(Protocol):
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run work on much memory in its thread; it is over when this returns, also after cancellation."""
 
-    def working(self, kind: str) -> AbstractContextManager[Work]:
+    def working(self, kind: str) -> AbstractContextManager[LongWork]:
         """Show long work in this server's metrics while the context lasts."""
 
     def fail(self, error: BaseException) -> None:

@@ -21,7 +21,7 @@ from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.errors import AxonError, Drained, InternalError
 from axon_ps.host.priority import BACKGROUND, UNTHROTTLED
 from axon_ps.observe.tracing.tracer import Tracer
-from axon_ps.observe.work import Work, process_measures, to_measures
+from axon_ps.observe.work import LongWork, process_measures, to_measures
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.same_host.access import SameHostCallers
@@ -95,7 +95,7 @@ class ShardShell:
         self._files = ThreadPoolExecutor(1, "axon-ps-files")
         self._memory = ThreadPoolExecutor(1, "axon-ps-memory")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._works: list[Work] = []
+        self._works: list[LongWork] = []
         self.model(0)
 
     async def close(self) -> None:
@@ -152,9 +152,9 @@ class ShardShell:
         return {name: float(value) for name, value in sorted(total.items())}
 
     @contextlib.contextmanager
-    def working(self, kind: str) -> Iterator[Work]:
+    def working(self, kind: str) -> Iterator[LongWork]:
         """Show long work in this server's metrics while the context lasts."""
-        work = Work(kind)
+        work = LongWork(kind)
         self._works.append(work)
         try:
             yield work

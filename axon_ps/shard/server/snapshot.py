@@ -19,7 +19,7 @@ import numpy as np
 from axon_ps.errors import Busy, CheckpointCorrupt, CheckpointError, Closed, Misuse
 from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.observe.moments import Moment, reached
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.optim import registry
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
@@ -44,7 +44,7 @@ def write(
     pins: VersionPins,
     pin: Pin,
     throttle: Throttle = UNTHROTTLED,
-    work: Work | None = None,
+    work: LongWork | None = None,
 ) -> FileEntry:
     """Write the slices of which this server is the primary, as they are at `version`.
 
@@ -152,7 +152,7 @@ class Restore:
 
 
 def prepare(
-    engine: ShardEngine, uri: str, version: int, section: str = "", work: Work | None = None, *, sha256: str = ""
+    engine: ShardEngine, uri: str, version: int, section: str = "", work: LongWork | None = None, *, sha256: str = ""
 ) -> Restore:
     """Read the parts of a checkpoint that a server needs, and check that it is complete and fits; changes nothing.
 
@@ -203,7 +203,7 @@ def prepare(
     return Restore(source=source, moves=moves, updates=updates, initial=initial)
 
 
-def load(engine: ShardEngine, restore: Restore, work: Work | None = None) -> None:
+def load(engine: ShardEngine, restore: Restore, work: LongWork | None = None) -> None:
     """Fill the slices from a prepared checkpoint and encode their frames. In a thread, while no step is applied.
 
     Raises:

@@ -175,7 +175,7 @@ def _form_first(
     services, announcement = _start_first(store, env, world_size, deadline, job, incarnation)
     several_hosts, served = announcement["several_hosts"], None
     try:
-        access = private.Access(services.address, next(iter(services.security.tokens()), ""))
+        access = private.CoordinatorAccess(services.address, next(iter(services.security.tokens()), ""))
         if not several_hosts:
             served = private.serve(access, incarnation, deadline.remaining())
         store.set(_JOB, json.dumps(announcement))
@@ -190,7 +190,13 @@ def _form_first(
 
 
 def _config(
-    access: private.Access, env: Mapping[str, str], rank: int, world_size: int, job: str, *, several_hosts: bool
+    access: private.CoordinatorAccess,
+    env: Mapping[str, str],
+    rank: int,
+    world_size: int,
+    job: str,
+    *,
+    several_hosts: bool,
 ) -> WorkerConfig:
     """Return the configuration of a worker, from the access that rank 0 gave and its own environment."""
     given = {"AXON_PS_COORDINATOR": access.coordinator}

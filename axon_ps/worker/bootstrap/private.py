@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Access:
+class CoordinatorAccess:
     """The way to the coordinator: its address, and the token for it."""
 
     coordinator: str
@@ -62,7 +62,7 @@ def secured(given: Security, *, several_hosts: bool) -> Security:
     return dataclasses.replace(given, tls=True)
 
 
-def serve(access: Access, incarnation: str, timeout_s: float) -> LocalStore:
+def serve(access: CoordinatorAccess, incarnation: str, timeout_s: float) -> LocalStore:
     """Serve the access to the other workers of this host; the caller closes the store when the job ends.
 
     Raises:
@@ -73,7 +73,7 @@ def serve(access: Access, incarnation: str, timeout_s: float) -> LocalStore:
     return store
 
 
-def receive(incarnation: str, deadline: Deadline) -> Access:
+def receive(incarnation: str, deadline: Deadline) -> CoordinatorAccess:
     """Return the address and secret that rank 0, the worker of this incarnation, serves on this host.
 
     Raises:
@@ -88,17 +88,17 @@ def receive(incarnation: str, deadline: Deadline) -> Access:
             )
         time.sleep(min(_PAUSE_S, deadline.remaining()))
     found: dict[str, Any] = value_of_json(store.get(_KEY), "what the worker of rank 0 has stored")
-    return Access(str(found["coordinator"]), str(found["token"]))
+    return CoordinatorAccess(str(found["coordinator"]), str(found["token"]))
 
 
-def own(security: Security, coordinator: str) -> Access:
+def own(security: Security, coordinator: str) -> CoordinatorAccess:
     """Return the address from the store, with the secret of this worker's environment; for several hosts.
 
     Raises:
         ConfigurationError: the environment has none.
     """
     secured(security, several_hosts=True)
-    return Access(coordinator, next(iter(security.tokens()), ""))
+    return CoordinatorAccess(coordinator, next(iter(security.tokens()), ""))
 
 
 def announce(address: str, *, made_secret: bool) -> None:

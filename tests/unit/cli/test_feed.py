@@ -15,7 +15,7 @@ from axon_ps.cli.terminal.status_view import rendered
 from axon_ps.cli.terminal.watched_job import WatchedJob
 from axon_ps.coordinator.messages import status_to_proto
 from axon_ps.errors import AxonError, PermissionDenied, Timeout, Unreachable
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.types import Member, Membership, Role
 from axon_ps.wire.events import Status
 from axon_ps.wire.report import Report
@@ -112,7 +112,7 @@ def test_measures_are_the_members_and_not_the_jobs() -> None:
     counters = {"joins": 2.0, "shard/1/copy_total_bytes": 10.0, "shard/1/copy_done_bytes": 4.0, "worker/0/cpu_s": 1.0}
     assert measures_of(counters, Role.SHARD) == {1: {"copy_total_bytes": 10.0, "copy_done_bytes": 4.0}}
     assert of_the_job(counters) == {"joins": 2.0}
-    assert works_of(status(**counters)) == [Work("copy", 10, 4)]
+    assert works_of(status(**counters)) == [LongWork("copy", 10, 4)]
 
 
 def test_a_status_shows_work_memory_and_silence() -> None:

@@ -238,7 +238,7 @@ def test_other_errors_exit_with_1_and_debug_shows_where(
     def fail(*_: object) -> None:
         raise Unreachable("nobody answers at h:1")
 
-    monkeypatch.setattr("axon_ps.cli.operate.client", fail)
+    monkeypatch.setattr("axon_ps.cli.terminal.live.client", fail)
     assert main(["status", "--coordinator", "h:1"]) == 1
     assert capsys.readouterr().err == "axon-ps: nobody answers at h:1\n"
     assert main(["--debug", "status", "--coordinator", "h:1"]) == 1

@@ -11,7 +11,7 @@ import pytest
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.server import feed as feed_module
-from axon_ps.coordinator.server.feed import Feed, Message
+from axon_ps.coordinator.server.feed import Feed, FeedMessage
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.errors import Broken, Busy
 from axon_ps.storage.state_store import MemoryStateStore
@@ -32,7 +32,7 @@ def run(test: Callable[[Feed, Shell], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def event(message: Message) -> watch_pb2.WatchEvent:
+def event(message: FeedMessage) -> watch_pb2.WatchEvent:
     return watch_pb2.WatchEvent.FromString(message.encoded)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from axon_ps.coordinator.client import session as session_module
 from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.coordinator.client.session_stream import SessionStream
 from axon_ps.errors import Broken, InvalidRequest, Timeout
 from axon_ps.observe.logging import ROOT
 from axon_ps.rpc.security import Security
@@ -24,7 +24,7 @@ def client() -> CoordinatorClient:
 
 
 def fails_with(monkeypatch: pytest.MonkeyPatch, error: Exception, timeout_s: float = 60.0) -> Exception:
-    async def session(self: CoordinatorClient) -> None:
+    async def session(self: SessionStream) -> None:
         raise error
 
     async def start() -> Exception:
@@ -32,7 +32,7 @@ def fails_with(monkeypatch: pytest.MonkeyPatch, error: Exception, timeout_s: flo
             await client().start(timeout_s)
         return raised.value
 
-    monkeypatch.setattr(CoordinatorClient, "_session", session)
+    monkeypatch.setattr(SessionStream, "_session", session)
     return asyncio.run(start())
 
 
@@ -61,11 +61,11 @@ def test_no_log_handler_is_left(monkeypatch: pytest.MonkeyPatch, broken_off: str
     async def main() -> None:
         c = client()
         if broken_off == "in the channel":
-            monkeypatch.setattr(CoordinatorClient, "_connect", refuse)
+            monkeypatch.setattr(SessionStream, "_connect", refuse)
             with pytest.raises(InvalidRequest):
                 await c.start(1.0)
             return
-        monkeypatch.setattr(CoordinatorClient, "_session", never)
+        monkeypatch.setattr(SessionStream, "_session", never)
         starting = asyncio.create_task(c.start(60.0))
         await asyncio.sleep(0)
         while c._task is None:
@@ -74,7 +74,7 @@ def test_no_log_handler_is_left(monkeypatch: pytest.MonkeyPatch, broken_off: str
         async def stuck(*_: Any) -> None:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(session_module, "_leave", stuck)
+        monkeypatch.setattr(SessionStream, "leave", stuck)
         closing = asyncio.create_task(c.close())
         await asyncio.sleep(0)
         closing.cancel()

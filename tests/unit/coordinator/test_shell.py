@@ -14,7 +14,7 @@ from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_from_proto
 from axon_ps.coordinator.server import shell as shell_module
-from axon_ps.coordinator.server.shell import Session, Shell
+from axon_ps.coordinator.server.shell import MemberSession, Shell
 from axon_ps.errors import Broken, Busy, InternalError, InvalidRequest, StorageFull
 from axon_ps.storage.state_store import MemoryStateStore, Record
 from axon_ps.types import Membership, Role
@@ -105,7 +105,7 @@ def put(shell: Shell, key: str) -> asyncio.Task[Any]:
     return asyncio.ensure_future(shell.call(event))
 
 
-def join(shell: Shell) -> Session:
+def join(shell: Shell) -> MemberSession:
     session = shell.open_session()
     request = JoinRequest(job="job", incarnation="a" * 32, node="n")
     shell.perform(shell.state.join(session.number, Role.WORKER, request, shell.now()))
@@ -282,7 +282,7 @@ def test_a_member_that_does_not_read_loses_its_session(monkeypatch: pytest.Monke
 
 
 def test_a_membership_is_a_difference_for_a_member_that_takes_one() -> None:
-    async def told(session: Session, others: int) -> tuple[list[str], list[Membership]]:
+    async def told(session: MemberSession, others: int) -> tuple[list[str], list[Membership]]:
         """The kinds of a session's events about members, and what they say, once others have joined."""
         kinds, memberships = [], []
         async for encoded in session.events():

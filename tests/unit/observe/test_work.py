@@ -8,13 +8,13 @@ import pytest
 
 from axon_ps.cli.terminal.progress import Progress
 from axon_ps.cli.terminal.quantities import duration, size, sparkline, work_line
-from axon_ps.observe.work import Work, from_measures, process_measures, to_measures
+from axon_ps.observe.work import LongWork, from_measures, process_measures, to_measures
 
 
 def test_work_of_all_members_is_added_up_by_kind() -> None:
-    one = to_measures([Work("snapshot", 100, 40), Work("copy", 10, 0), Work("copy", 10, 5)])
-    other = to_measures([Work("snapshot", 200, 60)])
-    assert from_measures([one, other, {}]) == [Work("snapshot", 300, 100), Work("copy", 20, 5)]
+    one = to_measures([LongWork("snapshot", 100, 40), LongWork("copy", 10, 0), LongWork("copy", 10, 5)])
+    other = to_measures([LongWork("snapshot", 200, 60)])
+    assert from_measures([one, other, {}]) == [LongWork("snapshot", 300, 100), LongWork("copy", 20, 5)]
 
 
 def test_a_process_measures_itself() -> None:
@@ -34,7 +34,7 @@ def test_bytes_have_three_digits(count: float, text: str) -> None:
 
 def test_durations_and_work_read_well() -> None:
     assert [duration(s) for s in (7.9, 123, 3900)] == ["7s", "2m03s", "1h05m"]
-    assert work_line(Work("restore", 200, 50)) == "a checkpoint is restored: 50 B of 200 B (25 %)"
+    assert work_line(LongWork("restore", 200, 50)) == "a checkpoint is restored: 50 B of 200 B (25 %)"
 
 
 def test_a_sparkline_spans_its_values() -> None:
@@ -44,7 +44,7 @@ def test_a_sparkline_spans_its_values() -> None:
 
 
 def test_a_line_has_rate_and_time_left() -> None:
-    seconds, work = iter([0.0, 2.0, 4.0]), Work("", 0, 0)
+    seconds, work = iter([0.0, 2.0, 4.0]), LongWork("", 0, 0)
     shown = Progress("verifying", work, None, clock=lambda: next(seconds))
     work.total_bytes = 4000
     work.advance(1000)
@@ -64,6 +64,6 @@ def test_without_a_terminal_a_line_is_written_now_and_then() -> None:
     import threading
 
     done, log = threading.Event(), Log()
-    with Progress("saving", Work("", 10, 5), log, line_s=0.001):
+    with Progress("saving", LongWork("", 10, 5), log, line_s=0.001):
         assert done.wait(10)
     assert log.getvalue().startswith("saving: 5 B of 10 B (50 %)")

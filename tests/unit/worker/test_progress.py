@@ -11,7 +11,7 @@ import pytest
 from axon_ps.cli.terminal.status_view import progress_line
 from axon_ps.errors import Broken, InvalidRequest
 from axon_ps.wire.report import parse
-from axon_ps.worker.progress import Progress
+from axon_ps.worker.progress import ProgressReporter
 
 
 class Sent:
@@ -30,7 +30,7 @@ class Sent:
 def test_it_is_sent_at_most_once_a_second_and_never_two_at_a_time_and_the_last_step_always() -> None:
     now = [100.0]
     sent = Sent()
-    progress = Progress(sent, lambda: now[0])
+    progress = ProgressReporter(sent, lambda: now[0])
     for step in range(1, 31):  # a tenth of a second each
         progress.report(step, 100, 1 / step, {"tokens_per_s": 50})
         now[0] += 0.1
@@ -49,9 +49,9 @@ def test_it_is_sent_at_most_once_a_second_and_never_two_at_a_time_and_the_last_s
 
 def test_what_is_no_number_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="report takes numbers"):
-        Progress(Sent()).report(1, None, None, {"name": "bert"})  # type: ignore[dict-item]
+        ProgressReporter(Sent()).report(1, None, None, {"name": "bert"})  # type: ignore[dict-item]
     with pytest.raises(InvalidRequest, match="33 values; at most 32"):
-        Progress(Sent()).report(1, None, None, {str(i): 0.0 for i in range(33)})
+        ProgressReporter(Sent()).report(1, None, None, {str(i): 0.0 for i in range(33)})
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ import pytest
 
 from axon_ps import World
 from axon_ps.errors import InvalidRequest
-from axon_ps.observe.loggers import queue as queues
 from axon_ps.observe.loggers.base import Logger
-from axon_ps.observe.loggers.queue import LoggerQueue
-from axon_ps.worker.curves import Curves
+from axon_ps.worker import curves as queues
+from axon_ps.worker.curves import CurveLoggers, LoggerQueue
 
 
 class Recording:
@@ -92,7 +91,7 @@ def test_only_who_is_main_has_a_logger() -> None:
         made.append(Recording())
         return made[-1]
 
-    curves = Curves(lambda: {"retries": 2.0})
+    curves = CurveLoggers(lambda: {"retries": 2.0})
     curves.add(make, {}, statistics=True, is_main=False)
     assert made == []
     curves.log(0.5, {"lr": 1}, lambda: 7)  # the main process died, and this one is it now
@@ -102,7 +101,7 @@ def test_only_who_is_main_has_a_logger() -> None:
 
 def test_what_is_no_logger_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="log_metrics"):
-        Curves(dict).add(lambda: object(), {}, statistics=False, is_main=True)  # type: ignore[arg-type, return-value]
+        CurveLoggers(dict).add(lambda: object(), {}, statistics=False, is_main=True)  # type: ignore[arg-type, return-value]
 
 
 def test_a_world_logs_what_is_reported() -> None:

@@ -7,10 +7,10 @@ from typing import Self
 
 import pytest
 
-from axon_ps.cli import operate
+from axon_ps.cli import operations
 from axon_ps.cli.settings import Settings
 from axon_ps.errors import InvalidRequest
-from axon_ps.observe.work import Work
+from axon_ps.observe.work import LongWork
 from axon_ps.types import Member, Membership, Role
 from axon_ps.wire.events import Status
 
@@ -65,12 +65,12 @@ class Leaving:
 @pytest.mark.parametrize("after", range(2, 7))
 def test_a_server_that_leaves_between_two_calls_has_left(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = Leaving(after)
-    monkeypatch.setattr(operate, "client", lambda settings: operator)
-    monkeypatch.setattr(operate, "_ASK_S", 0.0)
-    asyncio.run(operate._drained(Settings(), 1, 5.0, Work("drain")))
+    monkeypatch.setattr(operations, "client", lambda settings: operator)
+    monkeypatch.setattr(operations, "_ASK_S", 0.0)
+    asyncio.run(operations.drained(Settings(), 1, 5.0, LongWork("drain")))
 
 
 def test_a_server_that_there_is_not_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operate, "client", lambda settings: Leaving(0))
+    monkeypatch.setattr(operations, "client", lambda settings: Leaving(0))
     with pytest.raises(InvalidRequest, match="no shard server 1"):
-        asyncio.run(operate._drained(Settings(), 1, 5.0, Work("drain")))
+        asyncio.run(operations.drained(Settings(), 1, 5.0, LongWork("drain")))

@@ -1,53 +1,80 @@
-"""The command `top`: a job, live."""
+"""A job in the terminal: its status once, or again and again; or live, as `axon-ps top` shows it.
+
+This imports gRPC and rich, so commands import it before their event loop runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
+import math
 import os
 import sys
+import termios
+import time
+import tty
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
-from axon_ps.cli import options as o
+from rich.console import Console
+from rich.live import Live
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
-
-    from axon_ps.cli.settings import Settings
-
-
-@o.of_a_job
-def top(*, settings: Settings) -> None:
-    """Show a job live: its members and what they are busy with, steps, loss, events. Keys: q, p, s."""
-    from rich.console import Console
-
-    console = Console()
-    live = console.is_terminal and sys.stdin.isatty()
-    asyncio.run(_Top(settings, console).run() if live else _snapshot(settings, console))
+from axon_ps.cli.operations import client
+from axon_ps.cli.settings import Settings
+from axon_ps.cli.terminal import status_view, top_view
+from axon_ps.cli.terminal.feed import followed
+from axon_ps.cli.terminal.watched_job import SORTS, WatchedJob
+from axon_ps.wire.events import Status
 
 
-async def _snapshot(settings: Settings, console: Console) -> None:
+async def show_status(settings: Settings, timeout_s: float, *, as_json: bool) -> None:
+    """Show the status once."""
+    async with client(settings) as operator:
+        reply = await operator.status(timeout_s=timeout_s)
+    if as_json:
+        print(json.dumps(_as_dict(reply), indent=2))
+    else:
+        console = Console()
+        console.print(status_view.rendered(reply, settings.coordinator, width=console.width))
+
+
+async def watch_status(settings: Settings, every_s: float, timeout_s: float) -> None:
+    """Show the status again and again; if there is no terminal, one below the other."""
+    console, job, drawn_s, before = Console(), WatchedJob(), -math.inf, ""
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        async with contextlib.aclosing(followed(settings, job, first_s=timeout_s)) as changes:
+            async for note in changes:
+                if time.monotonic() - drawn_s < every_s and bool(note) == bool(before) and not job.finished:
+                    continue
+                drawn_s, before = time.monotonic(), note
+                picture = status_view.rendered(job.as_status(), settings.coordinator, note, width=console.width)
+                if console.is_terminal:
+                    live.update(picture, refresh=True)
+                else:
+                    console.print(picture)
+
+
+async def show_top(settings: Settings, console: Console) -> None:
     """Print the present state once: standard output or input is not a terminal."""
-    from axon_ps.cli.terminal.feed import followed
-    from axon_ps.cli.terminal.top_view import rendered
-    from axon_ps.cli.terminal.watched_job import WatchedJob
-
     state = WatchedJob()
     async with contextlib.aclosing(followed(settings, state)) as changes:
         async for _ in changes:
             break
     lines = len(state.members()) + 30  # all members, and the newest events
-    console.print(rendered(state, settings.coordinator, console.width, lines, keys=False))
+    console.print(top_view.rendered(state, settings.coordinator, console.width, lines, keys=False))
 
 
-class _Top:
-    """The live picture, and the settings that keys change."""
+class LiveTop:
+    """The live picture of a job, and the settings that keys change. Made on the event loop, or before it runs.
+
+    Args:
+        settings: those that name the job.
+        console: the terminal.
+    """
 
     def __init__(self, settings: Settings, console: Console) -> None:
-        from axon_ps.cli.terminal.watched_job import WatchedJob
-
         self._settings, self._console = settings, console
         self._state, self._note = WatchedJob(), ""
         self._sort, self._paused = 0, False
@@ -55,8 +82,6 @@ class _Top:
 
     async def run(self) -> None:
         """Draw until the job has finished, or q is pressed."""
-        from rich.live import Live
-
         with Live(console=self._console, auto_refresh=False, screen=True) as live:
             self._draw(live)
             with self._keys(live):
@@ -75,8 +100,6 @@ class _Top:
             self._console.print(self._picture(keys=False))
 
     async def _follow(self, live: Live) -> None:
-        from axon_ps.cli.terminal.feed import followed
-
         async with contextlib.aclosing(followed(self._settings, self._state)) as changes:
             async for note in changes:
                 if self._quit.is_set():
@@ -86,13 +109,10 @@ class _Top:
                     self._draw(live)
 
     def _picture(self, *, keys: bool = True) -> object:
-        from axon_ps.cli.terminal.top_view import rendered
-        from axon_ps.cli.terminal.watched_job import SORTS
-
         width, height = self._console.size
         note = "paused; p goes on" if self._paused else self._note
         address = self._settings.coordinator
-        return rendered(self._state, address, width, height, sort=SORTS[self._sort], note=note, keys=keys)
+        return top_view.rendered(self._state, address, width, height, sort=SORTS[self._sort], note=note, keys=keys)
 
     def _draw(self, live: Live) -> None:
         live.update(self._picture(), refresh=True)  # type: ignore[arg-type]
@@ -100,9 +120,6 @@ class _Top:
     @contextlib.contextmanager
     def _keys(self, live: Live) -> Iterator[None]:
         """Handle keys one by one, without an echo, until the context ends."""
-        import termios
-        import tty
-
         fd, loop = sys.stdin.fileno(), asyncio.get_running_loop()
         before = termios.tcgetattr(fd)
         tty.setcbreak(fd)
@@ -114,8 +131,6 @@ class _Top:
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
     def _pressed(self, keys: bytes, live: Live) -> None:
-        from axon_ps.cli.terminal.watched_job import SORTS
-
         if not keys:
             self._quit.set()  # the terminal has gone
         for key in keys.decode(errors="ignore"):
@@ -126,3 +141,12 @@ class _Top:
             elif key == "s":
                 self._sort = (self._sort + 1) % len(SORTS)
         self._draw(live)
+
+
+def _as_dict(reply: Status) -> dict[str, Any]:
+    values = dataclasses.asdict(reply) | {"finished": reply.membership.is_over}
+    membership = values["membership"]
+    for member in (*membership["workers"], *membership["shards"], *membership["finished"]):
+        member["role"] = member["role"].value
+    values["awaited"] = sorted(reply.awaited)
+    return values

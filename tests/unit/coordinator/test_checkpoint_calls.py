@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from axon_ps.coordinator.server.shared_calls import SharedCalls
+from axon_ps.coordinator.server.checkpoint_calls import SharedCalls
 from axon_ps.errors import StorageFull
 
 
