@@ -64,8 +64,8 @@ class CheckpointCalls:
         async def save() -> CheckpointReply:
             log, began_s = self._shell.checkpoints, self._shell.now()
             try:
-                attached = state.attached()
-                snapshot = await self._shell.call(lambda call: state.save(call, uri, background=background))
+                attached = state.restores.attached()
+                snapshot = await self._shell.call(lambda call: state.snapshots.save(call, uri, background=background))
                 with log.doing(f"writing {uri}"):
                     info = await asyncio.to_thread(
                         manifests.complete, state.config.job, snapshot, extra, attached, states
@@ -77,7 +77,7 @@ class CheckpointCalls:
             log.written(info, self._shell.now() - began_s)
             return info
 
-        return await self._saves.run((uri, extra_json, tuple(states), state.position), save)
+        return await self._saves.run((uri, extra_json, tuple(states), state.models.position), save)
 
     async def restore(self, uri: str, models: tuple[str, ...]) -> CheckpointReply:
         """Read the manifest, check its files, then have the servers load their slices of some models; empty = of all.
@@ -86,8 +86,10 @@ class CheckpointCalls:
         """
         state = self._shell.state
         with self._shell.checkpoints.doing(f"checking {uri}"):
-            found = await asyncio.to_thread(manifests.find_complete, uri, state.specs, models, read=state.has_values)
-        await self._shell.call(lambda call: state.restore(call, found.resumes, self._shell.now()))
+            found = await asyncio.to_thread(
+                manifests.find_complete, uri, state.models.specs, models, read=state.assembly.has_values
+            )
+        await self._shell.call(lambda call: state.restores.restore(call, found.resumes, self._shell.now()))
         return found.info
 
     async def replace(self, models: tuple[str, ...]) -> CheckpointReply:
@@ -99,5 +101,7 @@ class CheckpointCalls:
         if len(models) != 1:
             raise InvalidRequest(f"one model is replaced at a time, by its name; {len(models)} are named")
         state, (name,) = self._shell.state, models
-        reply: CheckpointReply = await self._shell.call(lambda call: state.replace(call, self._shell.now(), name))
+        reply: CheckpointReply = await self._shell.call(
+            lambda call: state.restores.replace(call, self._shell.now(), name)
+        )
         return reply

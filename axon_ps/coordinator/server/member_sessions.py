@@ -83,8 +83,8 @@ class MemberMessages:
         elif message.HasField("ready"):
             state, ready, number = self._shell.state, message.ready, session.number
             with _refusing([session]):
-                asynchronous = state.is_asynchronous(ready.model)
-                self._shell.spans.ready(state.rank_of(number), ready, asynchronous=asynchronous)
+                asynchronous = state.models.is_asynchronous(ready.model)
+                self._shell.spans.ready(state.roster.rank_of(number), ready, asynchronous=asynchronous)
                 self._shell.perform(state.ready(number, ready_from_proto(ready), self._shell.now()))
         else:
             with _refusing([session]):
@@ -96,7 +96,9 @@ class MemberMessages:
         if message is None:
             return
         state, numbers = self._shell.state, [session.number for session in sessions]
-        if len(sessions) > 1 and not all(map(state.is_worker, numbers)):  # so that an error ends only one session
+        if len(sessions) > 1 and not all(
+            map(state.roster.is_worker, numbers)
+        ):  # so that an error ends only one session
             for session in sessions:
                 self._vote, self._voters = message, [session]
                 self._pass_votes_on()
@@ -104,7 +106,7 @@ class MemberMessages:
         with _refusing(sessions):
             if self._shell.tracer.active:
                 for number in numbers:
-                    self._shell.spans.voted(state.rank_of(number), message.vote)
+                    self._shell.spans.voted(state.roster.rank_of(number), message.vote)
             self._shell.perform(state.vote(numbers, vote_from_proto(message.vote), self._shell.now()))
 
     def _dispatch(self, session: int, message: session_pb2.SessionRequest) -> list[Action]:
@@ -165,7 +167,7 @@ class MemberSessions:
         """
         caller, credentials = _caller(context), auth.calling()
         if caller.incarnation and credentials.rank is not None:
-            rank = self._shell.state.rank_held_by(caller.incarnation)
+            rank = self._shell.state.roster.rank_held_by(caller.incarnation)
             if rank not in (None, credentials.rank):
                 raise PermissionDenied(f"{credentials.text} may not call as the member of rank {rank}")
         if (end := self._ends.get(caller.incarnation)) is not None:
@@ -184,7 +186,7 @@ class MemberSessions:
             Broken: the process knows more of the job than this coordinator; it is to join again.
         """
         state = self._shell.state
-        if why := state.behind(role, request):
+        if why := state.comeback.behind(role, request):
             await _learn(self._shell, context, role, why)
         session = self._shell.open_session(differences=differences, send_soon=context.send_soon)
         reader: asyncio.Task[None] | None = None
@@ -238,7 +240,7 @@ def admitted(role: Role, request: JoinRequest, state: CoordinatorState) -> JoinR
         PermissionDenied: they do not allow it to join in this role or with this rank.
     """
     caller = auth.calling()
-    held = state.rank_held_by(request.incarnation)
+    held = state.roster.rank_held_by(request.incarnation)
     rank = caller.check_join(Principal(role.value), request.requested_rank if held is None else held)
     return dataclasses.replace(
         request,

@@ -98,7 +98,7 @@ class CoordinatorServicer:
     def job_and_name(self, incarnation: str) -> tuple[str, str]:
         """Return the job, and the caller's name in the audit log."""
         state = self._shell.state
-        known = {m.incarnation: m for m in state.members_by_session().values()}.get(incarnation)
+        known = {m.incarnation: m for m in state.roster.by_session().values()}.get(incarnation)
         stranger = f"no member: {incarnation[:32]!r}" if incarnation else "an operator"
         return state.config.job, stranger if known is None else name_of(known)
 
@@ -205,7 +205,9 @@ class CoordinatorServicer:
                 f"a release names its model by number and name; this is {request.name!r}, number "
                 f"{request.model if request.HasField('model') else 'not given'}"
             )
-        released = await self._shell.call(lambda call: state.release(call, caller, request.model, request.name))
+        released = await self._shell.call(
+            lambda call: state.registrations.release(call, caller, request.model, request.name)
+        )
         return coordinator_pb2.ReleaseReply(released=released)
 
     @audited
@@ -240,7 +242,7 @@ class CoordinatorServicer:
         if not request.HasField("rank"):
             raise InvalidRequest("a drain names its shard server by rank; none is given")
         caller = self._sessions.caller(request.context)
-        by_itself = self._shell.state.rank_held_by(caller.incarnation) == request.rank
+        by_itself = self._shell.state.roster.rank_held_by(caller.incarnation) == request.rank
         if Principal.OPERATOR not in auth.calling().roles and not by_itself:
             raise PermissionDenied(f"{auth.calling().text} may drain only itself, not shard server {request.rank}")
         return placement_pb2.DrainReply(slices=await self.drain_server(caller, request.rank))
@@ -261,7 +263,7 @@ class CoordinatorServicer:
         """Revoke credentials."""
         caller, state = self._sessions.caller(request.context), self._shell.state
         done: RevokeReply = await self._shell.call(
-            lambda call: state.revoke(call, caller, request.target, request.reason, self._shell.now())
+            lambda call: state.revocations.revoke(call, caller, request.target, request.reason, self._shell.now())
         )
         self._revocations.set(state.revocations.reasons)
         return revocation_pb2.RevokeReply(names=done.names, members=done.members, has_secret=done.has_secret)

@@ -543,7 +543,7 @@ class Shell:
             self._fail(NotLeader("no member was there any more, and another coordinator stands by for them"))
         self.perform(self.state.tick(self.now()))
         self._set_timer()  # at once: without a timer, a pause is not noticed
-        self._events.waited(*self.state.longest_wait(self.now()))
+        self._events.waited(*self.state.stragglers.longest_wait(self.now()))
         if not self._failing:
             self.take_logs()
 

@@ -11,7 +11,7 @@ Note: [In order]
     in the same order (`EventOrder.call`).
 
 Note: [Long work]
-    LongWork that takes long, because a slice may have GiBs, runs in a thread (`ServerShell.off_loop`), so that the event
+    Work that takes long, because a slice may have GiBs, runs in a thread (`ServerShell.off_loop`), so that the event
     loop can send heartbeats and serve other calls. It is: allocating slices, hashing and encoding values, filling
     memory that workers map. Meanwhile events about the model wait behind that work, in order (`EventOrder.begin_work`):
     no step begins, no restore begins, and no slice is added or removed. Streams go on; they change sums, not values.
