@@ -248,18 +248,20 @@ class GroupCalls:
         backend = self._backend_for(flat, limit_s)
         what = f"send of {flat.array.size} {flat.dtype.value} to rank {to} of {self.members.name}"
 
-        def transmit() -> None:
+        def run() -> None:
             with arrays.on_stream(flat):
                 backend.send(flat.array, flat.dtype, to, tag, limit_s)
 
-        return self._enqueue(self._message_queue("send", to, tag), transmit, what, async_op)
+        return self._enqueue(self._message_queue("send", to, tag), run, what, async_op)
 
-    def recv(self, flat: Flat, source: int, tag: int, timeout_s: float | None, async_op: bool, made: Any = None) -> Any:
+    def receive(
+        self, flat: Flat, source: int, tag: int, timeout_s: float | None, async_op: bool, made: Any = None
+    ) -> Any:
         """Receive the next message with a tag; return its sender, or the array that was `made` for it."""
         limit_s = self._limit(timeout_s)
         backend = self._backend_for(flat, limit_s)
 
-        def receive() -> Any:
+        def run() -> Any:
             with arrays.on_stream(flat):
                 sender = backend.recv(flat.array, flat.dtype, source, tag, limit_s)
                 flat.finish()
@@ -267,7 +269,7 @@ class GroupCalls:
 
         sender = f"rank {source}" if source >= 0 else "any rank"
         what = f"receive of {flat.array.size} {flat.dtype.value} from {sender} of {self.members.name}"
-        return self._enqueue(self._message_queue("recv", source, tag), receive, what, async_op)
+        return self._enqueue(self._message_queue("recv", source, tag), run, what, async_op)
 
     def _message_queue(self, direction: str, peer: int, tag: int) -> WorkQueue:
         queue = self._message_queues.get((direction, peer, tag))

@@ -31,7 +31,7 @@ class GroupMembers:
     Args:
         context: the group and its members.
         joined: see the attribute.
-        world: the world they belong to; None = none, or one that is started.
+        world: the world they belong to; None = there is none, or `start_world` starts it.
         start_world: starts the world when it is first asked for; it ends with `end_world`.
         parent: the members of the group that this is a sub-group of; its world is theirs.
     """

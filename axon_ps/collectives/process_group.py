@@ -440,7 +440,7 @@ class ProcessGroup:
         if source != ANY_SOURCE and self._who.checked_rank(source, "source") == self.rank:
             raise InvalidRequest(f"rank {source} cannot receive from itself")
         flat = arrays.flatten(out if made is None else made, what="out")
-        return self.calls.recv(flat, source, tag, timeout_s, async_op, made)
+        return self.calls.receive(flat, source, tag, timeout_s, async_op, made)
 
     # ------------------------------------------------------------------ sub-groups
 

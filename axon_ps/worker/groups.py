@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from axon_ps.collectives.backends.base import GroupContext, Store
+from axon_ps.collectives.backends.base import GroupContext, GroupStore
 from axon_ps.collectives.current_world import JobWorld
 from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.collectives.group_backends import MakeBackend
@@ -42,7 +42,7 @@ class Groups:
         self,
         world: JobWorld,
         make: MakeBackend,
-        store: Store,
+        store: GroupStore,
         *,
         backend: str,
         timeout_s: float,

@@ -17,7 +17,7 @@ from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.host.children import Child
 from axon_ps.testing.cluster import COORDINATOR, LocalCluster
 from axon_ps.testing.fork_server import run_command
-from axon_ps.testing.worker_main import Target
+from axon_ps.testing.worker_main import ByName
 from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Role
 from axon_ps_lab.faults import clock_jumps, injector, stacks, trimming
@@ -139,7 +139,7 @@ class FaultyCluster(LocalCluster):
             env: further variables.
         """
         environment = self.env(rank) | dict(env or {})
-        if (found := Target.of(target)) is None:
+        if (found := ByName.of(target)) is None:
             raise InvalidRequest(f"{target.__qualname__} is not at the top of a module, where a fork could find it")
         worker = self._fork(f"worker-{rank}", environment, _run_worker, found, tuple(args), rank=rank)
         self._workers.append(worker)
@@ -309,7 +309,7 @@ class FaultyCluster(LocalCluster):
         return ended
 
 
-def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...]) -> object:
+def _run_worker(directory: Path, slot: int, target: ByName, args: tuple[Any, ...]) -> object:
     """Run a worker's function in a fork."""
     injector.install(directory, slot)
     clock_jumps.install(directory, slot)

@@ -33,10 +33,10 @@ from axon_ps.errors import AxonError
 from axon_ps.reduction.call import Call, Operation, disagreement
 from axon_ps.types import Array, DType, Member
 
-__all__ = ["Backend", "Call", "GroupContext", "Operation", "Request", "Store", "disagreement"]
+__all__ = ["Backend", "Call", "GroupContext", "GroupStore", "Operation", "Request", "disagreement"]
 
 
-class Store(Protocol):
+class GroupStore(Protocol):
     """The key-value store that the ranks of a group share. Its calls block; any thread may make them."""
 
     def put(self, key: str, value: bytes) -> None:
@@ -71,7 +71,7 @@ class GroupContext:
     rank: int
     ranks: tuple[int, ...]
     members: tuple[Member, ...]
-    store: Store
+    store: GroupStore
     timeout_s: float = 300.0
     ended: Callable[[], AxonError | None] = lambda: None
 
