@@ -19,7 +19,7 @@ class ClusterEnvironment:
     """The variables of one job's processes.
 
     Attributes:
-        job, token: see the arguments.
+        job, token, plugins: see the arguments.
         observer_token: a client with this token can only read; empty if the job has no token.
         security: token and certificates for a client of the job.
 
@@ -46,7 +46,7 @@ class ClusterEnvironment:
         self.observer_token = secrets.token_urlsafe(16) if self.token else ""
         self.security = dataclasses.replace(given, token=self.token, mutual=False)
         self._mutual = given.mutual
-        self._plugins = tuple(plugins)
+        self.plugins = tuple(plugins)
         self._variables = dict(variables or {})
 
     def common(self) -> dict[str, str]:
@@ -60,9 +60,9 @@ class ClusterEnvironment:
         values |= {"AXON_PS_OBSERVER_TOKEN": self.observer_token} if self.token else {}
         if self._mutual:
             values["AXON_PS_TLS_MUTUAL"] = "1"
-        if self._plugins:
+        if self.plugins:
             values |= {
-                "AXON_PS_PLUGINS": ",".join(self._plugins),
+                "AXON_PS_PLUGINS": ",".join(self.plugins),
                 "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
             }
         return self.common() | values
