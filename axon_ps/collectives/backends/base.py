@@ -23,10 +23,11 @@ Note: [After an error]
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from axon_ps.collectives.backends.request import Request
 from axon_ps.errors import AxonError
@@ -150,3 +151,13 @@ class Backend(ABC):
     def statistics(self) -> dict[str, float]:
         """Return counters: bytes copied, sent and received, waits."""
         return {}
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of this module
+
+    def __getattr__(name: str) -> object:
+        """Return a class by its old name, for one release."""
+        if name != "Store":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.Store is called GroupStore now; import that", DeprecationWarning, stacklevel=2)
+        return GroupStore

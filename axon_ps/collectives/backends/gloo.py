@@ -29,8 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from axon_ps.collectives import reason
-from axon_ps.collectives.backends import header
+from axon_ps.collectives.backends import header, reason
 from axon_ps.collectives.backends.base import Backend, GroupContext, GroupStore, Operation, disagreement
 from axon_ps.collectives.backends.request import Request, check_message
 from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Timeout, again
