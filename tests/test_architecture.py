@@ -164,7 +164,7 @@ def test_only_settings_and_the_workers_environment_read_the_environment() -> Non
     # World hands the environment to collectives.environment; the test cluster hands its own on to its processes.
     # and torch.distributed's entry to us does the same. `fork` sets what gRPC reads when it is loaded; a standby is
     # told the environment of the worker that it becomes, and so is a process that Ray has started.
-    readers = ("cli/settings.py", "worker/environment.py", "worker/world.py", "testing/cluster.py")
+    readers = ("cli/settings.py", "worker/environment.py", "worker/world.py", "testing/environment.py")
     readers += ("parallel/c10d/register.py", "testing/workers.py", "testing/fork_server.py", "host/fork.py")
     readers += ("cli/launch/standby.py", "ray/workers.py", "worker/subscription.py")
     readers += ("cli/main.py",)  # only the names, to say which of them are misspelt

@@ -27,11 +27,11 @@ TESTED = {
         "test_results_go_to_memory_that_dlpack_gives",
     ),
     "`all_reduce_sum(&local)`": (
-        "unit/collectives/test_group.py",
+        "unit/collectives/test_process_group.py",
         "test_functions_change_what_they_are_given_and_a_copy_keeps_it",
     ),
     "`scatter_tensor(&t, src)`": (
-        "unit/collectives/test_group.py",
+        "unit/collectives/test_process_group.py",
         "test_scatter_takes_data_on_every_rank_and_uses_the_roots",
     ),
     "`World::mock()` and": (MOCK_TRAINING, "test_every_strategy_on_two_threads_equals_one_process"),

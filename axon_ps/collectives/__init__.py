@@ -1,10 +1,11 @@
 """Collectives among workers, without PyTorch.
 
-process_group · group_base · group_backends   a group of workers, on arrays of any kind
+process_group     the methods of a group of workers, on arrays of any kind
+group_members · group_calls · group_backends   who is in it; its calls, in their order; what makes them
 functional    the same as functions
 backends      move the bytes; selection chooses one for a group
-arrays · shapes · encoding · staging · cuda   users' arrays and values, in the form that backends take
+arrays · arguments · encoding · staging · cuda   users' arrays and values, in the form that backends take
 work          handles on operations in the background                       store        values by which ranks meet
 objects · p2p   values of Python; exchanges that cannot deadlock
-flight_recorder · reason   the last calls, and the reason of a group's end  current_world   the default world
+flight_recorder   the last calls                          current_world   the default world
 """

@@ -304,7 +304,7 @@ def sync_gradients(
     """
     chosen = current_group(group)
     found = [g for g in map(_gradient, gradients) if g is not None]
-    with chosen.preparing("sync_gradients", any(map(arrays.on_device, found)), timeout_s, async_op):
+    with chosen.calls.preparing("sync_gradients", any(map(arrays.on_device, found)), timeout_s, async_op):
         flats = [arrays.flatten(g, what="a gradient") for g in found]
     buckets = [[f] for f in flats if f.device] + list(_buckets([f for f in flats if not f.device]))
     packed = [_packed(bucket) for bucket in buckets]

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from axon_ps.collectives.backends.base import Backend, GroupContext
+from axon_ps.collectives.selection import AUTO, DEVICE
 from axon_ps.collectives.store import AbortableStore
-from axon_ps.errors import AxonError, again
+from axon_ps.errors import AxonError, ConfigurationError, again
 
 MakeBackend = Callable[[GroupContext, str], Backend]
 """Makes the backend of a group by its name; collective."""
@@ -92,3 +93,28 @@ class GroupBackends:
     def statistics(self) -> dict[str, float]:
         """Return their counters."""
         return {k: v for _, b in sorted(self._made.items()) for k, v in b.statistics().items()}
+
+
+class Siblings:
+    """Makes the backends of a group that was made of a backend, and of its sub-groups: siblings of that backend.
+
+    Args:
+        backend: the group's.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __call__(self, context: GroupContext, name: str) -> Backend:
+        """Return the backend for the group itself, or make one for a sub-group. Collective.
+
+        Raises:
+            ConfigurationError: a backend of another kind is asked for.
+        """
+        ours = self._backend
+        if name not in (AUTO, DEVICE, ours.name):
+            raise ConfigurationError(
+                f"group {ours.context.name!r} was made of a backend {ours.name!r}, and its sub-groups are, "
+                f"too; leave out backend={name!r}, or make a backend of that kind"
+            )
+        return ours if context.name == ours.context.name else ours.sibling(context)

@@ -37,7 +37,7 @@ def all_gather_object(
 ) -> list[Any]:
     """Return every rank's value, by rank, on every rank."""
     chosen, what = current_group(group), "all_gather_object"
-    with chosen.preparing(what, False, timeout_s, False):
+    with chosen.calls.preparing(what, False, timeout_s, False):
         ours = _encoded(obj, what)
     sizes = _sizes(chosen, ours.size, timeout_s)
     payloads = chosen.all_gather(ours, counts=sizes, timeout_s=timeout_s)
@@ -49,8 +49,8 @@ def gather_object(
 ) -> list[Any] | None:
     """Return every rank's value, by rank, on rank `dst`, and None elsewhere."""
     chosen, what = current_group(group), "gather_object"
-    with chosen.preparing(what, False, timeout_s, False):
-        chosen.checked_rank(dst, f"dst of {what}")
+    with chosen.calls.preparing(what, False, timeout_s, False):
+        chosen.calls.members.checked_rank(dst, f"dst of {what}")
         ours = _encoded(obj, what)
     sizes = _sizes(chosen, ours.size, timeout_s)
     payloads = chosen.gather(ours, dst, counts=sizes, timeout_s=timeout_s)
@@ -73,8 +73,8 @@ def broadcast_object_list(
         timeout_s: see this module.
     """
     chosen, what = current_group(group), "broadcast_object_list"
-    with chosen.preparing(what, False, timeout_s, False):
-        chosen.checked_rank(src, f"src of {what}")
+    with chosen.calls.preparing(what, False, timeout_s, False):
+        chosen.calls.members.checked_rank(src, f"src of {what}")
         ours = _encoded(list(object_list), what) if chosen.rank == src else np.empty(0, np.uint8)
     announced = chosen.all_gather(np.array([[ours.size, len(object_list)]]), timeout_s=timeout_s)
     lengths = announced[:, 1].tolist()
@@ -96,8 +96,8 @@ def scatter_object_list(
 ) -> Any:
     """Return this rank's item of rank `src`'s list, which has one for each rank; elsewhere the list may be None."""
     chosen, what = current_group(group), "scatter_object_list"
-    with chosen.preparing(what, False, timeout_s, False):
-        chosen.checked_rank(src, f"src of {what}")
+    with chosen.calls.preparing(what, False, timeout_s, False):
+        chosen.calls.members.checked_rank(src, f"src of {what}")
         payloads = []
         if chosen.rank == src:
             if object_list is None or len(object_list) != chosen.size:

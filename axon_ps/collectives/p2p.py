@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from axon_ps.collectives import arrays, shapes
+from axon_ps.collectives import arguments, arrays
 from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ANY_SOURCE, ProcessGroup
 from axon_ps.collectives.work import Work
@@ -125,7 +125,7 @@ def sendrecv(
             f"rank {chosen.rank} was to send to {dst} and receive from {source}: from itself, only if both"
         )
     if chosen.rank == dst:
-        out, target, _ = shapes.target(given, out)
+        out, target, _ = arguments.result_like(given, out)
         target.array[...] = given.array
         target.finish()
         return out

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from axon_ps.collectives import arrays, shapes
-from axon_ps.collectives.backends.base import Backend, GroupContext, Operation, disagreement
+from axon_ps.collectives import arguments, arrays
+from axon_ps.collectives.backends.base import Backend, disagreement
 from axon_ps.collectives.backends.mock import MockBackend
-from axon_ps.collectives.current_world import current, mock_world
-from axon_ps.collectives.flight_recorder import Recorder
-from axon_ps.collectives.group_base import GroupBase, MakeBackend
-from axon_ps.collectives.selection import AUTO, DEVICE
-from axon_ps.errors import ConfigurationError, InvalidRequest, Misuse
-from axon_ps.reduction import ops as reduction
-from axon_ps.types import ReduceOp
+from axon_ps.collectives.current_world import current
+from axon_ps.collectives.group_calls import GroupCalls
+from axon_ps.errors import AxonError, InvalidRequest, Misuse
+from axon_ps.types import Member, ReduceOp
+
+if TYPE_CHECKING:
+    from axon_ps.collectives.current_world import JobWorld
 
 ANY_SOURCE = -1
 BACKEND_TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ BACKEND_TIMEOUT_S = 60.0
 _DESCRIPTION_BYTES = 256
 
 
-class ProcessGroup(GroupBase):
+class ProcessGroup:
     """Some workers of a job, in a fixed order. Ranks below are positions in the group; `ranks` has their world ranks.
 
     Every collective takes a numpy, torch or cupy array of any layout, or memory by the buffer protocol or DLPack, of
@@ -55,39 +55,26 @@ class ProcessGroup(GroupBase):
     Attributes:
         name: of the group, the same on every member.
         ranks: the members' world ranks, by position.
+        members: the members, by position.
+        world_size: number of members.
+        size: the same.
+        is_world: True if it is a group of all workers of the job.
+        calls: the calls of the group, in their order.
     """
 
-    def __init__(self, backend: Backend, *, timeout_s: float = BACKEND_TIMEOUT_S) -> None:
+    def __init__(self, backend: Backend | GroupCalls, *, timeout_s: float = BACKEND_TIMEOUT_S) -> None:
         """Make a group of the ranks that a backend connects; the groups of a world are made by the world.
 
         Args:
-            backend: the group's; it is closed with the group. Sub-groups get siblings of it.
-            timeout_s: default deadline of every operation, in seconds.
+            backend: the group's; it is closed with the group. Sub-groups get siblings of it. A world gives calls.
+            timeout_s: of a backend: default deadline of every operation, in seconds.
         """
-
-        def make(context: GroupContext, name: str) -> Backend:
-            if name not in (AUTO, DEVICE, backend.name):
-                raise ConfigurationError(
-                    f"group {backend.context.name!r} was made of a backend {backend.name!r}, and its sub-groups are, "
-                    f"too; leave out backend={name!r}, or make a backend of that kind"
-                )
-            return backend if context.name == backend.context.name else backend.sibling(context)
-
-        world = partial(mock_world, backend) if isinstance(backend, MockBackend) else None
-        super().__init__(
-            backend.context, make, timeout_s=timeout_s, recorder=Recorder(), backend=backend.name, world=world
-        )
-        self._began_job = True
-
-    _began_job = False
-    """True if the world, if there is one, belongs to a job that was started for this group."""
-
-    @classmethod
-    def made_by(cls, context: GroupContext, make: MakeBackend, **options: Any) -> ProcessGroup:
-        """Make a group whose backends `make` makes when they are needed; `options` are as for `GroupBase`."""
-        group = cls.__new__(cls)
-        GroupBase.__init__(group, context, make, **options)
-        return group
+        self.calls = backend if isinstance(backend, GroupCalls) else GroupCalls.over(backend, timeout_s)
+        self._who = self.calls.members
+        self.name, self.ranks, self.is_world = self._who.name, self._who.ranks, self._who.is_world
+        self.members: tuple[Member, ...] = self._who.context.members
+        self.size = self.world_size = self._who.world_size
+        self._num_sub_groups = 0
 
     @staticmethod
     def new(of: Backend | Sequence[int], *, timeout_s: float = BACKEND_TIMEOUT_S) -> ProcessGroup:
@@ -130,11 +117,80 @@ class ProcessGroup(GroupBase):
         ]
         return groups[0] if world_size is None else groups
 
+    # ------------------------------------------------------------------ who is in it
+
+    @property
+    def rank(self) -> int:
+        """This worker's position in the group.
+
+        Raises:
+            Misuse: this worker is not a member.
+        """
+        return self._who.rank
+
+    def contains(self, rank: int) -> bool:
+        """Return True if a world rank is a member."""
+        return rank in self.ranks
+
+    @property
+    def world(self) -> JobWorld:
+        """The world it belongs to.
+
+        Raises:
+            Misuse: it has none, since it was made of a backend.
+        """
+        return self._who.world
+
+    @property
+    def sequence(self) -> int:
+        """The number of collectives that this worker has called in it."""
+        return self.calls.sequence
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that serves host memory.
+
+        Raises:
+            Misuse: this worker is not a member.
+        """
+        return self.backend_of().name
+
+    def backend_of(self, data: Any = None) -> Backend:
+        """Return the backend for an array, or for host memory. The first call for either memory is collective.
+
+        Raises:
+            Misuse: this worker is not a member.
+            AxonError: it cannot be made.
+        """
+        return self.calls.backend_of(data is not None and arrays.flatten(data, writable=False).device)
+
+    # ------------------------------------------------------------------ the end
+
+    def abort(self, error: AxonError) -> None:
+        """End all pending and later calls, here and in sub-groups, with `error`. Any thread may call it.
+
+        Raises:
+            Misuse: this process is a fork of a worker; the group goes on in the parent.
+        """
+        self.calls.abort(error)
+
     def close(self, linger_s: float = 0.0) -> None:
-        """See `GroupBase.close`; a job that was started for the group ends with it."""
-        super().close(linger_s)
-        if self._began_job and self._world is not None:
-            self._world.close()
+        """Free the group on this worker, sub-groups first; pending calls are aborted. May be repeated.
+
+        A job that was started for the group ends with it.
+
+        Args:
+            linger_s: seconds to wait first until messages from asynchronous sends are received.
+
+        Raises:
+            Misuse: this process is a fork of a worker; the group goes on in the parent.
+        """
+        self.calls.close(linger_s)
+        self._who.end_world()
+
+    def statistics(self) -> dict[str, float]:
+        """Return the counters of its backends."""
+        return self.calls.statistics()
 
     # ------------------------------------------------------------------ collectives
 
@@ -152,13 +208,8 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("all_reduce", arrays.on_device(data), timeout_s, async_op) as limit_s:
-            target, flat, source = shapes.target(data, out)
-            reduction.check(op, flat.dtype)
-        counts = (flat.array.size,)
-        return self._collective(
-            Operation.ALL_REDUCE, flat, None, target, limit_s, async_op, counts=counts, op=op, copied=source
-        )
+        prepare = partial(arguments.all_reduce, data, op, out)
+        return self.calls.make("all_reduce", prepare, data, timeout_s, async_op)
 
     def all_reduce_each(
         self,
@@ -173,17 +224,10 @@ class ProcessGroup(GroupBase):
         Returns:
             `data`; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("all_reduce_each", any(map(arrays.on_device, data)), timeout_s, async_op) as limit_s:
-            flats = [arrays.flatten(array) for array in data]
-            for flat in flats:
-                reduction.check(op, flat.dtype)
-
-        def run() -> Sequence[Any]:
-            for flat in flats:
-                self._perform(Operation.ALL_REDUCE, flat, None, None, limit_s, counts=(flat.array.size,), op=op)
-            return data
-
-        return self._dispatch(self._work_queue, run, "all_reduce_each", async_op)
+        device = any(map(arrays.on_device, data))
+        with self.calls.preparing("all_reduce_each", device, timeout_s, async_op) as limit_s:
+            calls = [arguments.all_reduce(array, op) for array in data]
+        return self.calls.make_each("all_reduce_each", calls, data, limit_s, async_op)
 
     def reduce(
         self,
@@ -199,12 +243,8 @@ class ProcessGroup(GroupBase):
         Returns:
             `data`; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("reduce", arrays.on_device(data), timeout_s, async_op) as limit_s:
-            is_root = self.checked_rank(root, "root") == self.rank
-            flat = arrays.flatten(data, writable=is_root)
-            reduction.check(op, flat.dtype)
-        counts = (flat.array.size,)
-        return self._collective(Operation.REDUCE, flat, None, data, limit_s, async_op, counts=counts, op=op, root=root)
+        prepare = partial(arguments.reduce, self._who, data, root, op)
+        return self.calls.make("reduce", prepare, data, timeout_s, async_op)
 
     def broadcast(self, data: Any, root: int = 0, *, timeout_s: float | None = None, async_op: bool = False) -> Any:
         """Replace `data` by the root's data.
@@ -212,11 +252,8 @@ class ProcessGroup(GroupBase):
         Returns:
             `data`; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("broadcast", arrays.on_device(data), timeout_s, async_op) as limit_s:
-            is_root = self.checked_rank(root, "root") == self.rank
-            flat = arrays.flatten(data, writable=not is_root)
-        counts = (flat.array.size,)
-        return self._collective(Operation.BROADCAST, flat, None, data, limit_s, async_op, counts=counts, root=root)
+        prepare = partial(arguments.broadcast, self._who, data, root)
+        return self.calls.make("broadcast", prepare, data, timeout_s, async_op)
 
     def all_gather(
         self,
@@ -239,14 +276,8 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("all_gather", arrays.on_device(data), timeout_s, async_op) as limit_s:
-            flat = arrays.flatten(data, writable=False)
-            rows = shapes.counts(counts, shapes.rows(flat), self.size)
-            shapes.match_rows("data", flat, rows[self.rank])
-            out, result = shapes.out(out, data, flat, sum(rows))
-            width = shapes.width(flat.shape)
-        numel = tuple(r * width for r in rows)
-        return self._collective(Operation.ALL_GATHER, flat, result, out, limit_s, async_op, counts=numel)
+        prepare = partial(arguments.all_gather, self._who, data, out, counts)
+        return self.calls.make("all_gather", prepare, data, timeout_s, async_op)
 
     def reduce_scatter(
         self,
@@ -272,15 +303,8 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("reduce_scatter", arrays.on_device(data), timeout_s, async_op) as limit_s:
-            flat = arrays.flatten(data, writable=False)
-            reduction.check(op, flat.dtype)
-            rows = shapes.split(shapes.rows(flat), self.size) if counts is None else shapes.counts(counts, 0, self.size)
-            shapes.match_rows("data", flat, sum(rows))
-            out, result = shapes.out(out, data, flat, rows[self.rank])
-            width = shapes.width(flat.shape)
-        numel = tuple(r * width for r in rows)
-        return self._collective(Operation.REDUCE_SCATTER, flat, result, out, limit_s, async_op, counts=numel, op=op)
+        prepare = partial(arguments.reduce_scatter, self._who, data, op, out, counts)
+        return self.calls.make("reduce_scatter", prepare, data, timeout_s, async_op)
 
     def gather(
         self,
@@ -302,15 +326,8 @@ class ProcessGroup(GroupBase):
             timeout_s: seconds that it may take.
             async_op: return a `Work`.
         """
-        with self.preparing("gather", arrays.on_device(data), timeout_s, async_op) as limit_s:
-            is_root = self.checked_rank(root, "root") == self.rank
-            flat = arrays.flatten(data, writable=False)
-            rows = shapes.counts(counts, shapes.rows(flat), self.size)
-            shapes.match_rows("data", flat, rows[self.rank])
-            out, result = shapes.out(out, data, flat, sum(rows)) if is_root else (None, None)
-            width = shapes.width(flat.shape)
-        numel = tuple(r * width for r in rows)
-        return self._collective(Operation.GATHER, flat, result, out, limit_s, async_op, counts=numel, root=root)
+        prepare = partial(arguments.gather, self._who, data, root, out, counts)
+        return self.calls.make("gather", prepare, data, timeout_s, async_op)
 
     def scatter(
         self,
@@ -337,27 +354,8 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("scatter", arrays.on_device(data), timeout_s, async_op) as limit_s:
-            is_root = self.checked_rank(root, "root") == self.rank
-            if data is None and (is_root or out is None):
-                raise InvalidRequest("scatter needs data on the root, and elsewhere data or out=, whose shape comes")
-            source = arrays.flatten(data, writable=False) if is_root or out is None else None
-            if out is not None:
-                mine = arrays.flatten(out, what="out")
-                rows = shapes.counts(counts, shapes.rows(mine), self.size)
-                shapes.match_rows("out", mine, rows[self.rank])
-            else:
-                assert source is not None
-                each = shapes.divided(shapes.rows(source), self.size, "counts=") if counts is None else 0
-                rows = shapes.counts(counts, each, self.size)
-                out, mine = shapes.out(None, data, source, rows[self.rank])
-            if is_root:
-                assert source is not None
-                shapes.match_rows("data", source, sum(rows))
-            width = shapes.width(mine.shape)
-        numel = tuple(r * width for r in rows)
-        sent = source if is_root else None
-        return self._collective(Operation.SCATTER, sent, mine, out, limit_s, async_op, counts=numel, root=root)
+        prepare = partial(arguments.scatter, self._who, data, root, out, counts)
+        return self.calls.make("scatter", prepare, data, timeout_s, async_op)
 
     def all_to_all(
         self,
@@ -382,24 +380,12 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("all_to_all", arrays.on_device(data), timeout_s, async_op) as limit_s:
-            flat = arrays.flatten(data, writable=False)
-            each = shapes.divided(shapes.rows(flat), self.size, "input_counts=") if input_counts is None else 0
-            sent = shapes.counts(input_counts, each, self.size)
-            shapes.match_rows("data", flat, sum(sent))
-            received = sent if output_counts is None else shapes.counts(output_counts, 0, self.size)
-            out, result = shapes.out(out, data, flat, sum(received))
-            width = shapes.width(flat.shape)
-        outs, ins = tuple(r * width for r in received), tuple(r * width for r in sent)
-        return self._collective(
-            Operation.ALL_TO_ALL, flat, result, out, limit_s, async_op, output_counts=outs, input_counts=ins
-        )
+        prepare = partial(arguments.all_to_all, self._who, data, out, output_counts, input_counts)
+        return self.calls.make("all_to_all", prepare, data, timeout_s, async_op)
 
     def barrier(self, timeout_s: float | None = None, *, async_op: bool = False) -> Any:
         """Return when every member has called it."""
-        with self.preparing("barrier", False, timeout_s, async_op) as limit_s:
-            pass  # there is only the time-out to check
-        return self._collective(Operation.BARRIER, None, None, None, limit_s, async_op)
+        return self.calls.make("barrier", arguments.barrier, None, timeout_s, async_op)
 
     # ------------------------------------------------------------------ point to point
 
@@ -412,18 +398,9 @@ class ProcessGroup(GroupBase):
         Raises:
             Disagreement: the receiver expected another size or dtype.
         """
-        if self.checked_rank(to, "to") == self.rank:
+        if self._who.checked_rank(to, "to") == self.rank:
             raise InvalidRequest(f"rank {to} cannot send to itself")
-        flat = arrays.flatten(data, writable=False)
-        limit_s = self._limit(timeout_s)
-        backend = self._backend_for(flat, limit_s)
-        what = f"send of {flat.array.size} {flat.dtype.value} to rank {to} of {self.name}"
-
-        def transmit() -> None:
-            with arrays.on_stream(flat):
-                backend.send(flat.array, flat.dtype, to, tag, limit_s)
-
-        return self._dispatch(self._p2p_queue("send", to, tag), transmit, what, async_op)
+        return self.calls.send(arrays.flatten(data, writable=False), to, tag, timeout_s, async_op)
 
     def recv(
         self,
@@ -460,21 +437,10 @@ class ProcessGroup(GroupBase):
                 f"recv needs out=, or shape= (and dtype=) of the array that is to be made; {given} given"
             )
         made = None if shape is None else np.empty(shape, dtype)
-        if source != ANY_SOURCE and self.checked_rank(source, "source") == self.rank:
+        if source != ANY_SOURCE and self._who.checked_rank(source, "source") == self.rank:
             raise InvalidRequest(f"rank {source} cannot receive from itself")
         flat = arrays.flatten(out if made is None else made, what="out")
-        limit_s = self._limit(timeout_s)
-        backend = self._backend_for(flat, limit_s)
-
-        def receive() -> Any:
-            with arrays.on_stream(flat):
-                sender = backend.recv(flat.array, flat.dtype, source, tag, limit_s)
-                flat.finish()
-                return sender if made is None else made
-
-        sender = "any rank" if source == ANY_SOURCE else f"rank {source}"
-        what = f"receive of {flat.array.size} {flat.dtype.value} from {sender} of {self.name}"
-        return self._dispatch(self._p2p_queue("recv", source, tag), receive, what, async_op)
+        return self.calls.receive(flat, source, tag, timeout_s, async_op, made)
 
     # ------------------------------------------------------------------ sub-groups
 
@@ -492,16 +458,16 @@ class ProcessGroup(GroupBase):
             InvalidRequest: a rank is not of this group, or is given twice.
             Disagreement: the members gave different ranks; every member gets it.
         """
-        with self.preparing("new_group", False, None, False):
-            chosen = [self.checked_rank(r, "ranks") for r in ranks]
+        with self.calls.preparing("new_group", False, None, False):
+            chosen = [self._who.checked_rank(r, "ranks") for r in ranks]
             if len(set(chosen)) != len(chosen) or not chosen:
                 raise InvalidRequest(
                     f"new_group was given the ranks {list(ranks)}; it needs each at most once, and one"
                 )
         self._agree(f"new_group({chosen}, backend={str(backend)!r})")
-        name = f"{self.name}/{self._num_sub_groups}"
+        name = str(self._num_sub_groups)
         self._num_sub_groups += 1
-        return self._sub_group(name, chosen, backend, self._timeout_s)
+        return ProcessGroup(self.calls.sub_group(name, chosen, backend=backend))
 
     def named_group(
         self, name: str, ranks: Sequence[int], *, backend: str = "auto", timeout_s: float | None = None
@@ -517,33 +483,10 @@ class ProcessGroup(GroupBase):
         Raises:
             InvalidRequest: a rank is not of this group, or is given twice, or this one is missing.
         """
-        chosen = [self.checked_rank(r, "ranks") for r in ranks]
+        chosen = [self._who.checked_rank(r, "ranks") for r in ranks]
         if len(set(chosen)) != len(chosen) or self.rank not in chosen:
             raise InvalidRequest(f"named_group was given the ranks {list(ranks)}; needed is {self.rank}, each once")
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return self._sub_group(f"{self.name}/{name}", chosen, backend, timeout_s)
-
-    def _sub_group(self, name: str, chosen: list[int], backend: str, timeout_s: float) -> ProcessGroup:
-        member = self.rank in chosen
-        context = GroupContext(
-            name=name,
-            rank=chosen.index(self.rank) if member else -1,
-            ranks=tuple(self.ranks[r] for r in chosen),
-            members=tuple(self._context.members[r] for r in chosen),
-            store=self._context.store,
-            timeout_s=min(self._context.timeout_s, timeout_s),
-        )
-        group = ProcessGroup.made_by(
-            context,
-            self._make,
-            timeout_s=timeout_s,
-            recorder=self._recorder,
-            backend=backend,
-            member=member,
-            world=self._world or self._find_world,
-        )
-        self._children.append(group)
-        return group
+        return ProcessGroup(self.calls.sub_group(name, chosen, backend=backend, timeout_s=timeout_s))
 
     def _agree(self, description: str) -> None:
         """Check that every member calls it with the same description. Collective.

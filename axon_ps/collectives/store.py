@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from axon_ps.collectives.backends.base import Store
+from axon_ps.collectives.backends.base import GroupStore
 from axon_ps.errors import AxonError, InvalidRequest, Timeout, again
 
 MAX_VALUE_BYTES = 1 << 20
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class MemoryStore:
-    """A `collectives.backends.base.Store` in the memory of this process."""
+    """A `collectives.backends.base.GroupStore` in the memory of this process."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -74,7 +74,7 @@ class AbortableStore:
         inner: the store that it wraps.
     """
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: GroupStore) -> None:
         self.inner = inner
         self._error: AxonError | None = None
         self._no_more: AxonError | None = None

@@ -121,8 +121,8 @@ def redistribute(
     plan = _planned(groups, source, wanted, full)
     if not plan.changing:
         return local
-    first = plan.first
-    with first.preparing("redistribute", local.is_cuda, None, False) if first is not None else contextlib.nullcontext():
+    calls = plan.first.calls if plan.first is not None else None
+    with calls.preparing("redistribute", local.is_cuda, None, False) if calls is not None else contextlib.nullcontext():
         _check(local, plan)
     result: torch.Tensor = _apply(local, plan)
     return result

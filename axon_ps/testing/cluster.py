@@ -9,38 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import dataclasses
 import logging
-import os
-import secrets
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from axon_ps.errors import AxonError, InvalidRequest, Misuse
+from axon_ps.errors import AxonError, Misuse
 from axon_ps.host.children import Child
 from axon_ps.rpc.security import Security
 from axon_ps.shard import loops
 from axon_ps.storage.files import absolute
+from axon_ps.testing.environment import ClusterEnvironment, of_process
+from axon_ps.testing.processes import COORDINATOR, DRAIN_S, ClusterProcesses
 from axon_ps.testing.workers import WorkerProcess, WorkerResult, fork_server, results_of
 from axon_ps.types import Role
-from axon_ps.worker.environment import security_variables
 
 if TYPE_CHECKING:
+    from axon_ps.coordinator.client.operator import OperatorClient
     from axon_ps.wire.events import Status
 
 _logger = logging.getLogger(__name__)
 
-_DRAIN_S = 10.0
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-COORDINATOR = "coordinator"
-PROXY = "proxy"
 T = TypeVar("T")
 
 
@@ -96,48 +89,29 @@ class LocalCluster:
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
-        self.world_size = world_size
-        self.job = job
-        self.token = secrets.token_urlsafe(16) if token is None else token
-        self.observer_token = secrets.token_urlsafe(16) if self.token else ""
-        self._security = security or Security()
+        self.world_size, self.job = world_size, job
+        self._environment = ClusterEnvironment(job, token, security=security, plugins=plugins, variables=environment)
+        self.token, self.observer_token = self._environment.token, self._environment.observer_token
         self._num_shards = shards
-        self._coordinator_options = [
-            "--world-size",
-            str(world_size),
-            "--shards",
-            str(shards),
-            "--lease-s",
-            str(lease_s),
-            "--replication",
-            str(replication),
-        ]
+        options: dict[str, object] = {"--world-size": world_size, "--shards": shards, "--lease-s": lease_s}
+        options["--replication"] = replication
         if min_workers is not None:
-            self._coordinator_options += ["--min-workers", str(min_workers)]
+            options["--min-workers"] = min_workers
         if step_timeout_s is not None:
-            self._coordinator_options += ["--step-timeout-s", str(step_timeout_s)]
+            options["--step-timeout-s"] = step_timeout_s
         if resume:
-            self._coordinator_options += ["--resume", absolute(resume)]
+            options["--resume"] = absolute(resume)
         if checkpoint_dir:
-            self._coordinator_options += ["--checkpoint-dir", absolute(str(checkpoint_dir))]
-            self._coordinator_options += ["--checkpoint-limit", str(checkpoint_limit)]
+            options |= {"--checkpoint-dir": absolute(str(checkpoint_dir)), "--checkpoint-limit": checkpoint_limit}
         if checkpoint_every:
-            self._coordinator_options += ["--checkpoint-every", checkpoint_every]
-        self._durable = durable
+            options["--checkpoint-every"] = checkpoint_every
+        self._coordinator_options = [str(item) for option in options.items() for item in option]
+        self._durable, self._state = durable, state
         self._num_coordinators = coordinators
-        self._state = state
-        self._plugins = tuple(plugins)
-        self._environment = dict(environment or {})
         self._start_timeout_s = start_timeout_s
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._coordinators: list[Child] = []
+        self._processes = ClusterProcesses()
         self._address = ""
-        self._shards: list[Child] = []
-        self._host_proxies: list[Child] = []
         self._addresses: dict[int, str] = {}  # by process id of the service
-        self._drained: set[Child] = set()
-        self._workers: list[WorkerProcess] = []
-        self._started = 0
 
     # ------------------------------------------------------------------ starting and ending
 
@@ -150,16 +124,16 @@ class LocalCluster:
             AxonError: one of them ended, or did not listen in time; its log is in the message.
         """
         loops.compile_missing(_logger.warning)
-        self._make_directory()
+        self.directory = self._processes.open()
         try:
             coordinators = [self._spawn_coordinator(i, port=0) for i in range(self._num_coordinators)]
             for i in range(self._num_shards):
                 self._spawn_shard(i, "-")
             deadline = time.monotonic() + self._start_timeout_s
             self._address = ",".join(self._listening(coordinator, deadline) for coordinator in coordinators)
-            for shard in self._shards:
+            for shard in self._processes.shards:
                 shard.send_line(self._address)
-            for shard in self._shards:
+            for shard in self._processes.shards:
                 self._listening(shard, deadline)
         except BaseException:
             self._end_all()
@@ -182,35 +156,22 @@ class LocalCluster:
             raise AxonError("; ".join(troubles) + "\n" + logs)
 
     def _end_all(self) -> tuple[list[str], str]:
-        """End workers, shard servers, proxies, coordinators, in this order; returns their errors, and their logs."""
-        for worker in self._workers:
-            worker.process.end()
-        troubles = [
-            t
-            for group in (self._shards, self._host_proxies, self._coordinators)
-            for t in _end_services(group, self._drained)
-        ]
-        logs = "\n".join(
-            f"--- log of {p.name}:\n{p.output}" for p in (*self._coordinators, *self._shards, *self._host_proxies)
-        )
-        if self._temporary is not None:
-            self._temporary.cleanup()
-        self._workers, self._shards, self._host_proxies, self._coordinators, self._temporary = [], [], [], [], None
-        return troubles, logs
+        """End all processes; return the errors of services, and their logs."""
+        return self._processes.end()
 
     # ------------------------------------------------------------------ for workers
 
     @property
     def address(self) -> str:
         """The coordinator's "host:port"; with several coordinators, theirs, separated by commas."""
-        if self._temporary is None:
+        if not self._processes.is_open:
             raise Misuse("this LocalCluster is not running; use it as a context manager")
         return self._address
 
     @property
     def security(self) -> Security:
         """Token and certificates for a client of this cluster."""
-        return dataclasses.replace(self._security, token=self.token, mutual=False)
+        return self._environment.security
 
     def env(self, rank: int, world_size: int | None = None) -> dict[str, str]:
         """Return the variables by which a worker joins this cluster, as `axon-ps run` sets them.
@@ -220,17 +181,7 @@ class LocalCluster:
             world_size: workers of the job; None = that of the cluster.
         """
         world_size = self.world_size if world_size is None else world_size
-        host, _, port = self.address.partition(",")[0].rpartition(":")
-        return {
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-            **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if rank >= 0 else {}),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "AXON_PS_COORDINATOR": self.address,
-            "OMP_NUM_THREADS": "1",
-            **self._common_environment(),
-        }
+        return self._environment.of_worker(self.address, rank, world_size)
 
     def start_workers(
         self,
@@ -260,12 +211,12 @@ class LocalCluster:
                 target,
                 args,
                 kwargs or {},
-                environment=self._process_environment(self.env(rank) | dict(env or {})),
-                log=self._new_log(f"worker-{rank}"),
+                environment=of_process(self.env(rank) | dict(env or {})),
+                log=self._processes.new_log(f"worker-{rank}"),
             )
             for rank in ranks
         ]
-        self._workers += workers
+        self._processes.workers += workers
         return workers
 
     def run_workers(
@@ -306,16 +257,7 @@ class LocalCluster:
             role: "coordinator", "shard", "proxy" or "worker".
             index: its number, in the order in which they were started.
         """
-        name = role.value if isinstance(role, Role) else role
-        groups: dict[str, list[Child]] = {
-            COORDINATOR: self._coordinators,
-            Role.SHARD.value: self._shards,
-            PROXY: self._host_proxies,
-            Role.WORKER.value: [worker.process for worker in self._workers],
-        }
-        if name not in groups or not 0 <= index < len(groups[name]):
-            raise InvalidRequest(f"there is no {name} {index} in this cluster")
-        return groups[name][index]
+        return self._processes.get(role, index)
 
     def address_of(self, role: Role | str, index: int = 0) -> str:
         """Return the "host:port" of a service of the cluster."""
@@ -326,7 +268,7 @@ class LocalCluster:
         process = self.process(role, index)
         process.send_signal(number)
         if number == signal.SIGKILL:
-            process.wait(_DRAIN_S)
+            process.wait(DRAIN_S)
 
     def restart(self, role: Role | str, index: int = 0) -> None:
         """Restart a service that was killed: a coordinator or a proxy on its port, a shard server with its rank.
@@ -338,11 +280,11 @@ class LocalCluster:
         if old.exit_code is None:
             raise Misuse(f"{old.name} still runs; kill it before you restart it")
         old.end()
-        if old in self._coordinators:
+        if old in self._processes.coordinators:
             new = self._spawn_coordinator(index, port=int(self._address.split(",")[index].rpartition(":")[2]))
-        elif old in self._shards:
+        elif old in self._processes.shards:
             new = self._spawn_shard(index, self._address)
-        elif old in self._host_proxies:
+        elif old in self._processes.host_proxies:
             new = self._spawn_proxy(index, port=int(self._addresses[old.pid].rpartition(":")[2]))
         else:
             raise Misuse("a worker is not restarted; start another with start_workers")
@@ -350,13 +292,13 @@ class LocalCluster:
 
     def add_shard(self) -> int:
         """Start one more shard server, which the running job takes; returns its index."""
-        index = len(self._shards)
+        index = len(self._processes.shards)
         self._listening(self._spawn_shard(index, self._address, rank=-1), time.monotonic() + self._start_timeout_s)
         return index
 
     def add_proxy(self) -> str:
         """Start a host's proxy; returns its address, which members use in place of the coordinator's."""
-        index = len(self._host_proxies)
+        index = len(self._processes.host_proxies)
         return self._listening(self._spawn_proxy(index, port=0), time.monotonic() + self._start_timeout_s)
 
     def drain(self, index: int, timeout_s: float = 60.0) -> None:
@@ -370,16 +312,13 @@ class LocalCluster:
             AxonError: the coordinator refused, or it took longer.
         """
         process = self.process(Role.SHARD, index)
-        self._drained.add(process)
+        self._processes.drained.add(process)
 
-        from axon_ps.coordinator.client.operator import OperatorClient
+        async def drain(operator: OperatorClient) -> None:
+            members = (await operator.status()).membership.shards
+            await operator.drain(next(m.rank for m in members if m.address == self._addresses[process.pid]))
 
-        async def ask() -> None:
-            async with OperatorClient(self.address, security=self.security, job=self.job) as operator:
-                members = (await operator.status()).membership.shards
-                await operator.drain(next(m.rank for m in members if m.address == self._addresses[process.pid]))
-
-        _on_a_thread(ask())
+        self._operate(drain)
         if process.wait(timeout_s) is None:
             raise AxonError(f"{process.name} had not been drained after {timeout_s:g} s:\n{process.output}")
 
@@ -389,14 +328,7 @@ class LocalCluster:
         Raises:
             AxonError: it does not answer.
         """
-
-        from axon_ps.coordinator.client.operator import OperatorClient
-
-        async def ask() -> Status:
-            async with OperatorClient(self.address, security=self.security, job=self.job) as operator:
-                return await operator.status()
-
-        return _on_a_thread(ask())
+        return self._operate(lambda operator: operator.status())
 
     def log(self, role: Role | str, index: int = 0) -> str:
         """Return the end of the output of a process."""
@@ -404,18 +336,23 @@ class LocalCluster:
 
     # ------------------------------------------------------------------ internals
 
-    def _make_directory(self) -> None:
-        if self._temporary is not None:
-            raise Misuse("this LocalCluster is running already; make another")
-        self._temporary = tempfile.TemporaryDirectory(prefix=f"axon-ps-{os.getpid()}-", ignore_cleanup_errors=True)
-        self.directory = Path(self._temporary.name)
+    def _operate(self, call: Callable[[OperatorClient], Coroutine[Any, Any, T]]) -> T:
+        """Make a call of an operator on a thread with its own event loop: in a notebook, ours already runs one."""
+        from axon_ps.coordinator.client.operator import OperatorClient
+
+        async def ask() -> T:
+            async with OperatorClient(self.address, security=self.security, job=self.job) as operator:
+                return await call(operator)
+
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, ask()).result()
 
     def _spawn_coordinator(self, index: int, port: int) -> Child:
         state = self._state_of(index) or (str(self.directory / "coordinator.sqlite") if self._durable else "memory")
         options = [*self._coordinator_options, "--port", str(port), "--state", state]
         name = COORDINATOR if self._num_coordinators == 1 else f"{COORDINATOR} {index}"
         process = self._spawn(name, "coordinator", options)
-        self._coordinators[index : index + 1] = [process]
+        self._processes.coordinators[index : index + 1] = [process]
         return process
 
     def _state_of(self, index: int) -> str:
@@ -426,17 +363,17 @@ class LocalCluster:
         rank = index if rank is None else rank
         options = ["--coordinator", coordinator, "--port", "0", "--rank", str(rank), "--threads", "1"]
         process = self._spawn(f"shard {index}", "shard", options)
-        self._shards[index : index + 1] = [process]
+        self._processes.shards[index : index + 1] = [process]
         return process
 
     def _spawn_proxy(self, index: int, port: int) -> Child:
         process = self._spawn(f"proxy {index}", "proxy", ["--coordinator", self._address, "--port", str(port)])
-        self._host_proxies[index : index + 1] = [process]
+        self._processes.host_proxies[index : index + 1] = [process]
         return process
 
     def _spawn(self, name: str, command: str, options: Sequence[str]) -> Child:
-        log = self._new_log(name.replace(" ", "-"))
-        environment = self._process_environment(self._common_environment() | self._service_environment())
+        log = self._processes.new_log(name.replace(" ", "-"))
+        environment = of_process(self._environment.of_service(self.directory))
         if (server := fork_server()) is not None:
             return server.run(name, [command, *options], environment, log)
         argv = [sys.executable, "-P", "-m", "axon_ps.cli.main", command, *options]
@@ -448,53 +385,3 @@ class LocalCluster:
             raise AxonError(f"{process.name} did not start (exit code {exit_code}):\n{process.output}")
         self._addresses[process.pid] = address = line.partition(" ")[0]  # the URL of an HTTP endpoint may follow
         return address
-
-    def _common_environment(self) -> dict[str, str]:
-        return {"AXON_PS_JOB": self.job, **security_variables(self.security), **self._environment}
-
-    def _service_environment(self) -> dict[str, str]:
-        values = {"AXON_PS_LOG": "plain", "AXON_PS_AUDIT_LOG": str(self.directory / "audit.jsonl")}
-        values |= {name: self._environment[name] for name in values if name in self._environment}
-        values |= {"AXON_PS_OBSERVER_TOKEN": self.observer_token} if self.token else {}
-        if self._security.mutual:
-            values["AXON_PS_TLS_MUTUAL"] = "1"
-        if self._plugins:
-            values |= {
-                "AXON_PS_PLUGINS": ",".join(self._plugins),
-                "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-            }
-        return values
-
-    def _process_environment(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Return this process's environment without the variables of a launcher or another cluster, and `values`."""
-        ours = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES and not k.startswith("AXON_PS_")}
-        return ours | dict(values)
-
-    def _new_log(self, name: str) -> Path:
-        self._started += 1
-        return self.directory / f"{self._started:02d}-{name}.log"
-
-
-def _end_services(services: Sequence[Child], drained: Collection[Child]) -> list[str]:
-    """Ask all to drain, wait, reap; returns the problems, as text. Some may have been drained before."""
-    troubles = []
-    disturbed = {process for process in services if process.was_signalled or process in drained}
-    for process in services:
-        if process.exit_code is None:
-            process.send_signal(signal.SIGTERM)
-        elif process not in disturbed:
-            troubles.append(f"{process.name} ended by itself with exit code {process.exit_code}")
-            disturbed.add(process)
-    for process in services:
-        process.send_signal(signal.SIGCONT)  # it may be frozen
-        process.wait(_DRAIN_S)
-        exit_code = process.end()
-        if exit_code != 0 and process not in disturbed:
-            troubles.append(f"{process.name} did not drain when asked to; exit code {exit_code}")
-    return troubles
-
-
-def _on_a_thread(call: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a thread with its own event loop: in a notebook, the caller's thread already runs a loop."""
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, call).result()

@@ -29,8 +29,8 @@ MAIN = "__axon_main__"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """The location of a function.
+class ByName:
+    """A function that is loaded by its file and name.
 
     Attributes:
         path: the parent's `sys.path`.
@@ -45,8 +45,8 @@ class Target:
     qualname: str
 
     @classmethod
-    def of(cls, function: Callable[..., object]) -> Target | None:
-        """Return the target of `function`; None if the function has to be sent by value."""
+    def of(cls, function: Callable[..., object]) -> ByName | None:
+        """Return the file and name of `function`; None if the function has to be sent by value."""
         code = getattr(function, "__code__", None)
         file, is_main = code.co_filename if code else "", function.__module__ == "__main__"
         if "<" in function.__qualname__ or (is_main and not Path(file).is_file()):

@@ -17,7 +17,7 @@ from typing import Any
 
 from axon_ps.host.children import Child, wait_for_any
 from axon_ps.testing.fork_server import ForkServer
-from axon_ps.testing.worker_main import ByValue, Target, dumped
+from axon_ps.testing.worker_main import ByName, ByValue, dumped
 
 _AFTER_A_FAILURE_S = 5.0
 _CALL = "import sys; from axon_ps.testing.worker_main import main; sys.exit(main(int(sys.argv[1])))"
@@ -110,7 +110,7 @@ class WorkerProcess:
             command = [sys.executable, str(target), *map(str, args)]
             self.process = Child.start(name, command, environment, last_signal=signal.SIGKILL, output=log)
             return
-        located: Target | ByValue | None = Target.of(target)
+        located: ByName | ByValue | None = ByName.of(target)
         by_value = located is None
         located = located or ByValue(tuple(sys.path), target)
         payloads = [dumped(payload, by_value=by_value) for payload in (located, (tuple(args), dict(kwargs)))]

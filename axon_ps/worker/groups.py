@@ -12,10 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from axon_ps.collectives.backends.base import GroupContext, Store
+from axon_ps.collectives.backends.base import GroupContext, GroupStore
 from axon_ps.collectives.current_world import JobWorld
 from axon_ps.collectives.flight_recorder import Recorder
-from axon_ps.collectives.group_base import WORLD_PREFIX, MakeBackend
+from axon_ps.collectives.group_backends import MakeBackend
+from axon_ps.collectives.group_calls import GroupCalls
+from axon_ps.collectives.group_members import WORLD_PREFIX, GroupMembers
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, MemberLost
 from axon_ps.types import Member, Membership
@@ -40,7 +42,7 @@ class Groups:
         self,
         world: JobWorld,
         make: MakeBackend,
-        store: Store,
+        store: GroupStore,
         *,
         backend: str,
         timeout_s: float,
@@ -79,9 +81,10 @@ class Groups:
             groups = list(self._made.values())
         for group in groups:
             if finished:
-                group.member_finished({m.id for m in finished}, _gone(finished, "has finished", membership.generation))
+                error = _gone(finished, "has finished", membership.generation)
+                group.calls.member_finished({m.id for m in finished}, error)
             if died:
-                group.member_lost({m.id for m in died}, _gone(died, "has left the job", membership.generation))
+                group.calls.member_lost({m.id for m in died}, _gone(died, "has left the job", membership.generation))
 
     def abort(self, error: AxonError) -> None:
         """End all groups, since the session is over."""
@@ -116,7 +119,7 @@ class Groups:
         """
         with self._lock:
             earlier = {k: g for k, g in self._made.items() if k != _key(self._workers)}
-        over = {key for key, group in earlier.items() if group.release()}
+        over = {key for key, group in earlier.items() if group.calls.release()}
         with self._lock:
             self._made = {k: g for k, g in self._made.items() if k not in over}
 
@@ -157,14 +160,14 @@ class Groups:
             store=self._store,
             timeout_s=self._timeout_s,
         )
-        return ProcessGroup.made_by(
-            context,
+        calls = GroupCalls(
+            GroupMembers(context, world=self._world),
             self._make,
             timeout_s=self._timeout_s,
             recorder=self._recorder,
             backend=self._backend,
-            world=self._world,
         )
+        return ProcessGroup(calls)
 
 
 def _name_of(workers: tuple[Member, ...]) -> str:

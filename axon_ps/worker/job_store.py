@@ -7,7 +7,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 
 
 class JobStore:
-    """The job's key-value store, as a `collectives.backends.base.Store`."""
+    """The job's key-value store, as a `collectives.backends.base.GroupStore`."""
 
     def __init__(self, loop: BackgroundLoop, coordinator: CoordinatorClient, timeout_s: float) -> None:
         self._loop = loop

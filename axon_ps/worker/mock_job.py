@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-from axon_ps.collectives.backends.base import Store
+from axon_ps.collectives.backends.base import GroupStore
 from axon_ps.collectives.backends.mock import NODE, MockBackend
 from axon_ps.collectives.store import MemoryStore
 from axon_ps.coordinator.client.session import CoordinatorClient
@@ -165,7 +165,7 @@ class ThreadWorker(Worker):
         """See `Worker.make_shards`."""
         return _Shards(self.config.security)
 
-    def make_store(self, coordinator: CoordinatorClient, timeout_s: float) -> Store:
+    def make_store(self, coordinator: CoordinatorClient, timeout_s: float) -> GroupStore:
         """See `Worker.make_store`."""
         return self._job.store
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from axon_ps.collectives.backends.base import Store
+from axon_ps.collectives.backends.base import GroupStore
 from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
@@ -32,7 +32,7 @@ class Worker(ABC):
         """Make its client of the shard servers."""
 
     @abstractmethod
-    def make_store(self, coordinator: CoordinatorClient, timeout_s: float) -> Store:
+    def make_store(self, coordinator: CoordinatorClient, timeout_s: float) -> GroupStore:
         """Make the store for the rendezvous of groups."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class ProcessWorker(Worker):
         """See `Worker.make_shards`."""
         return ShardGroup(self.config.security, node=self.config.node if self.config.direct_memory else "")
 
-    def make_store(self, coordinator: CoordinatorClient, timeout_s: float) -> Store:
+    def make_store(self, coordinator: CoordinatorClient, timeout_s: float) -> GroupStore:
         """See `Worker.make_store`."""
         return JobStore(self.loop, coordinator, timeout_s)
 

@@ -19,7 +19,7 @@ from axon_ps.collectives import current_world
 from axon_ps.collectives.backends.base import Backend
 from axon_ps.collectives.encoding import decode, encode
 from axon_ps.collectives.flight_recorder import Recorder
-from axon_ps.collectives.group_base import LINGER_S
+from axon_ps.collectives.group_calls import LINGER_S
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.work import LoopWork

@@ -15,9 +15,11 @@ from typing import Any
 
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.host.children import Child
-from axon_ps.testing.cluster import COORDINATOR, LocalCluster
+from axon_ps.testing.cluster import LocalCluster
+from axon_ps.testing.environment import of_process
 from axon_ps.testing.fork_server import run_command
-from axon_ps.testing.worker_main import Target
+from axon_ps.testing.processes import COORDINATOR
+from axon_ps.testing.worker_main import ByName
 from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Role
 from axon_ps_lab.faults import clock_jumps, injector, stacks, trimming
@@ -101,7 +103,7 @@ class FaultyCluster(LocalCluster):
         Raises:
             AxonError: a service ended, or did not listen in time; its log is in the message.
         """
-        self._make_directory()
+        self.directory = self._processes.open()
         self.moments = Moments(self.directory)
         self.clocks = Clocks(self.directory)
         self.state = (self._state_dir or self.directory) / "coordinator.sqlite"
@@ -139,15 +141,15 @@ class FaultyCluster(LocalCluster):
             env: further variables.
         """
         environment = self.env(rank) | dict(env or {})
-        if (found := Target.of(target)) is None:
+        if (found := ByName.of(target)) is None:
             raise InvalidRequest(f"{target.__qualname__} is not at the top of a module, where a fork could find it")
         worker = self._fork(f"worker-{rank}", environment, _run_worker, found, tuple(args), rank=rank)
-        self._workers.append(worker)
+        self._processes.workers.append(worker)
         return worker
 
     def begin_command(self, *argv: str) -> WorkerProcess:
         """Start `axon-ps ARGV` for the coordinator's own address, not its proxy's: an operator has another network."""
-        environment = self._common_environment() | {"AXON_PS_COORDINATOR": self.operator_address}
+        environment = self._environment.common() | {"AXON_PS_COORDINATOR": self.operator_address}
         return self._fork(argv[0], environment, _run_command, list(argv), None)
 
     def command(self, *argv: str, timeout_s: float = _COMMAND_S) -> str:
@@ -198,7 +200,7 @@ class FaultyCluster(LocalCluster):
         """Disturb all connections between the processes of one side and all others, in both directions."""
         inside = {process.pid for process in side}
         outside = self._running - inside
-        for service in (*self._coordinators, *self._shards):
+        for service in (*self._processes.coordinators, *self._processes.shards):
             for proxy in self._proxies_of(service):
                 proxy.disturb(what, outside if service.pid in inside else inside)
 
@@ -237,30 +239,30 @@ class FaultyCluster(LocalCluster):
 
     def _proxies_of(self, process: Child) -> tuple[TcpProxy, ...]:
         """Return a service's proxies: a shard server has two, to gRPC and to bulk connections; a worker has none."""
-        if process in self._coordinators:
+        if process in self._processes.coordinators:
             return (self._to_coordinator,)
-        return self._to_shards[self._shards.index(process)] if process in self._shards else ()
+        return self._to_shards[self._processes.shards.index(process)] if process in self._processes.shards else ()
 
     def _begin_coordinator(self) -> None:
         argv = ["coordinator", *self._coordinator_options, "--port", "0", "--state", str(self.state)]
         coordinator = self._service(COORDINATOR, argv, {})
-        self._coordinators = [coordinator]
+        self._processes.coordinators = [coordinator]
         self._to_coordinator.upstream = self._listening_at(coordinator)
 
     def _begin_shard(self, index: int) -> None:
         argv = ["shard", "--coordinator", self._address, "--port", "0", "--rank", str(index), "--threads", "1"]
         to_grpc, to_bulk = (proxy.address for proxy in self._to_shards[index])
         argv += ["--advertise", to_grpc, "--advertise-bulk-port", to_bulk.rpartition(":")[2]]
-        self._shards[index : index + 1] = [self._service(f"shard-{index}", argv, self._nodes[index])]
+        self._processes.shards[index : index + 1] = [self._service(f"shard-{index}", argv, self._nodes[index])]
 
     def _wait_for_shard(self, index: int) -> None:
         to_grpc, to_bulk = self._to_shards[index]
-        host, port = to_grpc.upstream = self._listening_at(self._shards[index])
-        (bulk_port,) = listening_ports(self._shards[index].pid) - {port}
+        host, port = to_grpc.upstream = self._listening_at(self._processes.shards[index])
+        (bulk_port,) = listening_ports(self._processes.shards[index].pid) - {port}
         to_bulk.upstream = (host, bulk_port)
 
     def _service(self, name: str, argv: list[str], environment: Mapping[str, str]) -> Child:
-        values = self._common_environment() | self._service_environment() | dict(environment)
+        values = self._environment.of_service(self.directory) | dict(environment)
         return self._fork(name, values, _run_command, argv, self._ready_file(name)).process
 
     def _ready_file(self, name: str) -> Path:
@@ -289,8 +291,8 @@ class FaultyCluster(LocalCluster):
             call,
             (self.directory, slot, *args),
             {},
-            environment=self._process_environment(environment),
-            log=self._new_log(name),
+            environment=of_process(environment),
+            log=self._processes.new_log(name),
         )
         process.process.name = name
         self._slots[process.process.pid] = slot
@@ -300,7 +302,7 @@ class FaultyCluster(LocalCluster):
 
     def _end_all(self) -> tuple[list[str], str]:
         for fork in self._forks:
-            if fork.process not in (*self._shards, *self._coordinators):
+            if fork.process not in (*self._processes.shards, *self._processes.coordinators):
                 fork.end()
         ended = super()._end_all()
         self._proxies.__exit__(None, None, None)
@@ -309,7 +311,7 @@ class FaultyCluster(LocalCluster):
         return ended
 
 
-def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...]) -> object:
+def _run_worker(directory: Path, slot: int, target: ByName, args: tuple[Any, ...]) -> object:
     """Run a worker's function in a fork."""
     injector.install(directory, slot)
     clock_jumps.install(directory, slot)

@@ -100,9 +100,9 @@ class FailoverCluster(LocalCluster):
 
     def _listening(self, process: Child, deadline: float) -> str:
         address = super()._listening(process, deadline)
-        if process not in self._coordinators:
+        if process not in self._processes.coordinators:
             return address
-        proxy = self._to_coordinators[self._coordinators.index(process)]
+        proxy = self._to_coordinators[self._processes.coordinators.index(process)]
         proxy.upstream = _host_and_port(address)
         return proxy.address
 

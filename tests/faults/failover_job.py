@@ -21,7 +21,7 @@ import torch
 import axon_ps
 from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.testing.cluster import COORDINATOR
+from axon_ps.testing.processes import COORDINATOR
 from axon_ps_lab.faults.failover import FailoverCluster
 from parity_model import Linear, integers
 

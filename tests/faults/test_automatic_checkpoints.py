@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.cluster import COORDINATOR
+from axon_ps.testing.processes import COORDINATOR
 from axon_ps.types import Role
 from checkpointed_job import FATAL, STEPS, train, until, value_of, versions
 from parity_model import assert_close, plain

@@ -18,7 +18,7 @@ import axon_ps
 from axon_ps import parallel
 from axon_ps.errors import AxonError
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.cluster import results_of
+from axon_ps.testing.workers import results_of
 from axon_ps.types import Role
 from deadlines import HANG_S, WHOLE_S
 from parity_model import Values, assert_close, batch, plain, wrapped

@@ -14,7 +14,7 @@ import pytest
 from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.rpc.security import Security
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.cluster import PROXY
+from axon_ps.testing.processes import PROXY
 from axon_ps.testing.workers import WorkerFailed, WorkerProcess, results_of
 from axon_ps.types import Role
 from deadlines import HANG_S

@@ -10,7 +10,7 @@ import pytest
 
 from axon_ps.storage.contents import verify
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.cluster import COORDINATOR
+from axon_ps.testing.processes import COORDINATOR
 from axon_ps.types import Role
 from checkpointed_job import STEPS, train, until, value_of, versions
 from command_line import axon_ps

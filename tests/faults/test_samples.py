@@ -30,7 +30,7 @@ from axon_ps.observe import moments
 from axon_ps.parallel import FSDP, SGD, ElasticLoader, ShardingStrategy
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster, run_threads
-from axon_ps.testing.cluster import COORDINATOR
+from axon_ps.testing.processes import COORDINATOR
 from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Decision, Role
 from checkpointed_job import until, versions

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.cluster import COORDINATOR
+from axon_ps.testing.processes import COORDINATOR
 from entropy import Entropy
 from hostile_http2 import ATTACKS, connected
 

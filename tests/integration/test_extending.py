@@ -92,7 +92,7 @@ def train_one_step(path: str) -> None:
 
 def restart_shard_without_plugins(cluster: LocalCluster) -> None:
     cluster.kill("shard")
-    cluster._plugins = ()
+    cluster._environment.plugins = ()
     cluster.restart("shard")
 
 

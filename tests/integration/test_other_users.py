@@ -75,8 +75,7 @@ def test_another_user_gets_nothing_of_a_job_that_shares_memory(tmp_path: Path) -
     make_pipes(tmp_path)
     with LocalCluster(shards=1, world_size=1) as cluster:
         (worker,) = cluster.start_workers(train, args=(tmp_path,))
-        assert cluster._temporary is not None
-        own = Path(cluster._temporary.name)
+        own = cluster.directory
         assert any(own.iterdir())
         with paused(tmp_path):
             pids = [

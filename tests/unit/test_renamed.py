@@ -47,3 +47,12 @@ def test_a_module_that_never_was_is_reported_as_everywhere() -> None:
 
 def test_no_new_name_is_an_old_one() -> None:
     assert not [new for new in renamed.RENAMED.values() if renamed.new_name(new)]
+
+
+def test_a_class_has_its_old_name_for_one_release() -> None:
+    from axon_ps.collectives.backends import base
+
+    with pytest.warns(DeprecationWarning, match=r"base\.Store is called GroupStore now"):
+        assert base.Store is base.GroupStore  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no attribute 'Shop'"):
+        base.Shop  # type: ignore[attr-defined]  # noqa: B018

@@ -109,7 +109,7 @@ class CollectiveClient:
     def __init__(self, security: Security, context: MakeContext) -> None:
         retain_message_memory()
         self._peers = Peers(security, connections=1)
-        self._streams = StreamPool(_open_collective, MAX_IDLE_STREAMS)
+        self._streams = StreamPool(self._open_collective, MAX_IDLE_STREAMS)
         self._context = context
         self._nodes: dict[str, str] = {}  # of workers, by id
         self._server_nodes: tuple[str, ...] = ()
@@ -196,7 +196,7 @@ class CollectiveClient:
             begin = self._begin_stripe(group, plan, buffers, deadline)
             begin.gives_up = True
             async with await self._stream(server, deadline) as stream:
-                await self._write(stream, CollectiveChunk(begin=begin), None)
+                await stream.send(CollectiveChunk(begin=begin))
                 await stream.ended()
 
         with contextlib.suppress(AxonError):
@@ -257,9 +257,9 @@ class CollectiveClient:
         begin.envelope.CopyFrom(envelope)
         async with await self._mailbox_stream(group, to, deadline) as stream:
             if data.nbytes <= EAGER_BYTES:
-                await self._write(stream, CollectiveChunk(begin=begin, source=group.rank), data)
+                await stream.send(CollectiveChunk(begin=begin, source=group.rank), data)
             else:
-                await self._write(stream, CollectiveChunk(begin=begin, source=group.rank), None)
+                await stream.send(CollectiveChunk(begin=begin, source=group.rank))
                 await stream.data()  # the receiver is ready
                 await self._upload(stream, group.rank, segments_of(data.size, data.itemsize), data, (0,), None)
             await stream.ended()
@@ -283,14 +283,14 @@ class CollectiveClient:
         begin = self._begin(group, deadline)
         begin.envelope.CopyFrom(envelope)
         async with await self._mailbox_stream(group, group.rank, deadline) as stream:
-            await self._write(stream, CollectiveChunk(begin=begin), None)
+            await stream.send(CollectiveChunk(begin=begin))
             header, payload, _ = await stream.data()
             first = elements(payload, dtype)
             _check_source(header, len(group.ranks))
             if first.size > data.size:
                 raise Broken(f"a shard server sent {first.size} elements of a message of {data.size}")
             data[: first.size] = first
-            self._count("in", payload.nbytes)
+            self._received(payload.nbytes)
             await self._download(stream, data.size - first.size, dtype, data, [0] * len(group.ranks))
             await stream.ended()
             return int(header.source)
@@ -303,7 +303,7 @@ class CollectiveClient:
 
         async def send_close() -> None:
             async with await self._mailbox_stream(group, group.rank, deadline) as stream:
-                await self._write(stream, CollectiveChunk(begin=begin), None)
+                await stream.send(CollectiveChunk(begin=begin))
                 await stream.ended()
 
         await self._in_time(send_close(), deadline, f"closing group {group.name!r}")
@@ -364,6 +364,9 @@ class CollectiveClient:
     async def _stream(self, server: int, deadline: Deadline) -> AbstractAsyncContextManager[OperationStream]:
         return self._waiting(server, self._streams.acquire(await self._peers.stub(server, 0, deadline)))
 
+    async def _open_collective(self, stub: Stub) -> OperationStream:
+        return OperationStream(await stub.open_bulk("Collective"), self.counters)
+
     @contextlib.asynccontextmanager
     async def _waiting(self, server: int, acquired: Acquired[OperationStream]) -> AsyncIterator[OperationStream]:
         """The stream to a server; the call counts as waiting for the server."""
@@ -384,14 +387,14 @@ class CollectiveClient:
     ) -> None:
         header = CollectiveChunk(begin=begin, source=rank)
         if not segments:
-            await self._write(stream, header, None)
+            await stream.send(header)
         for segment in segments:
             assert source is not None
             start = starts[segment.partition]
             header.partition, header.offset = segment.partition, segment.begin
             if before_sending is not None:
                 await before_sending((segment.end - segment.begin) * source.itemsize)
-            await self._write(stream, header, source[start + segment.begin : start + segment.end])
+            await stream.send(header, source[start + segment.begin : start + segment.end])
             header.ClearField("begin")
 
     async def _download(
@@ -422,21 +425,13 @@ class CollectiveClient:
             if not copied:
                 target[begin : begin + data.size] = data
             numel -= data.size
-            self._count("in", payload.nbytes)
+            self._received(payload.nbytes)
             if on_received is not None:
                 on_received(payload.nbytes)
 
-    async def _write(self, stream: OperationStream, header: CollectiveChunk, data: Array | None) -> None:
-        await stream.write(header, data)
-        self._count("out", data.nbytes if data is not None else 0)
-
-    def _count(self, direction: str, nbytes: int) -> None:
-        self.counters[f"messages_{direction}"] += 1
-        self.counters[f"bytes_{direction}"] += nbytes
-
-
-async def _open_collective(stub: Stub) -> OperationStream:
-    return OperationStream(await stub.open_bulk("Collective"))
+    def _received(self, nbytes: int) -> None:
+        self.counters["messages_in"] += 1
+        self.counters["bytes_in"] += nbytes
 
 
 class _FlowControl:

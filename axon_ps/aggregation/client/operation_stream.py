@@ -6,6 +6,7 @@ See Note: [How an operation ends] at `aggregation.server.servicer`. Everything h
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from axon_ps.errors import AxonError, Broken
 from axon_ps.rpc.stream import EOF, Stream
@@ -19,15 +20,19 @@ class OperationStream:
 
     Args:
         stream: the call.
+        counters: gets the messages and bytes that are sent.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, counters: Counter[str]) -> None:
         self._stream = stream
+        self._counters = counters
         self._ending: asyncio.Task[None] | None = None
 
-    async def write(self, header: CollectiveChunk, data: Array | None) -> None:
+    async def send(self, header: CollectiveChunk, data: Array | None = None) -> None:
         """Send a message."""
         await self._stream.write(encode_buffers(header, data))
+        self._counters["messages_out"] += 1
+        self._counters["bytes_out"] += 0 if data is None else data.nbytes
 
     async def data(self, target: Target[CollectiveChunk] | None = None) -> tuple[CollectiveChunk, memoryview, bool]:
         """Return the operation's next message: header, payload, and whether the payload is in `target`'s memory.

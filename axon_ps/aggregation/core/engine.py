@@ -151,7 +151,11 @@ class CollectiveEngine:
             if isinstance(request.what, Call):
                 participant = self._join(group, request, request.what, now_s)
                 if payload.nbytes and participant.error is None:
-                    self._receive_first(participant, message, header, payload, now_s)
+                    try:
+                        self.receive(participant, message, header, payload)
+                    except InvalidRequest:  # a stream that was never opened is not closed by its caller
+                        self.leave(participant, now_s)
+                        raise
             else:
                 participant = self._enqueue_message(group, request, request.what, payload, now_s)
                 if error is not None:
@@ -241,15 +245,6 @@ class CollectiveEngine:
             participant = operation.join(plan, min(request.timeout_s, MAX_TIMEOUT_S), now_s)
         self._participants[participant] = group, operation
         return participant
-
-    def _receive_first(
-        self, participant: Participant, message: bytes, header: CollectiveChunk, payload: memoryview, now_s: float
-    ) -> None:
-        try:
-            self.receive(participant, message, header, payload)
-        except InvalidRequest:  # a stream that was never opened is not closed by its caller
-            self.leave(participant, now_s)
-            raise
 
     def _enqueue_message(
         self, group: _Group, request: OperationRequest, envelope: Envelope, payload: memoryview, now_s: float

@@ -5,4 +5,5 @@ shm           processes of one host                     gloo           PyTorch's
 nccl          GPUs                                      hierarchical   one inside nodes, another across them
 request       a collective call with its arrays, as a backend runs it
 header        the comparison of the ranks' calls, if the transport has none
+reason        the reason of a group's end, for transports that only report a broken connection
 """

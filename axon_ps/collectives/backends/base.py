@@ -23,20 +23,21 @@ Note: [After an error]
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from axon_ps.collectives.backends.request import Request
 from axon_ps.errors import AxonError
 from axon_ps.reduction.call import Call, Operation, disagreement
 from axon_ps.types import Array, DType, Member
 
-__all__ = ["Backend", "Call", "GroupContext", "Operation", "Request", "Store", "disagreement"]
+__all__ = ["Backend", "Call", "GroupContext", "GroupStore", "Operation", "Request", "disagreement"]
 
 
-class Store(Protocol):
+class GroupStore(Protocol):
     """The key-value store that the ranks of a group share. Its calls block; any thread may make them."""
 
     def put(self, key: str, value: bytes) -> None:
@@ -71,7 +72,7 @@ class GroupContext:
     rank: int
     ranks: tuple[int, ...]
     members: tuple[Member, ...]
-    store: Store
+    store: GroupStore
     timeout_s: float = 300.0
     ended: Callable[[], AxonError | None] = lambda: None
 
@@ -150,3 +151,13 @@ class Backend(ABC):
     def statistics(self) -> dict[str, float]:
         """Return counters: bytes copied, sent and received, waits."""
         return {}
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of this module
+
+    def __getattr__(name: str) -> object:
+        """Return a class by its old name, for one release."""
+        if name != "Store":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.Store is called GroupStore now; import that", DeprecationWarning, stacklevel=2)
+        return GroupStore

@@ -29,9 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from axon_ps.collectives import reason
-from axon_ps.collectives.backends import header
-from axon_ps.collectives.backends.base import Backend, GroupContext, Operation, Store, disagreement
+from axon_ps.collectives.backends import header, reason
+from axon_ps.collectives.backends.base import Backend, GroupContext, GroupStore, Operation, disagreement
 from axon_ps.collectives.backends.request import Request, check_message
 from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Timeout, again
 from axon_ps.reduction import ops
@@ -66,7 +65,7 @@ _OF_BOOL = {
 class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
     """The group's store behind gloo's interface; gloo exchanges addresses in it."""
 
-    def __init__(self, store: Store, prefix: str, timeout_s: float) -> None:
+    def __init__(self, store: GroupStore, prefix: str, timeout_s: float) -> None:
         super().__init__()
         self._store = store
         self._prefix = prefix

@@ -9,7 +9,8 @@ ends when its work on the device has ended: after a wait for its handle, no stre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -30,19 +31,21 @@ class _Call(Protocol):
     def __call__(self, *, timeout_s: float | None, async_op: bool) -> Any: ...
 
 
+@dataclass(slots=True, eq=False)
 class CallPlan:
-    """One call of our group, made from one c10d operation.
+    """One call of our group, made from one c10d operation. It is never changed once it is made.
 
-    Args:
+    Attributes:
         what: the operation's name.
+        device: where its tensors are.
         call: makes the call; takes `timeout_s` and `async_op`.
         finish: called afterwards; stores the results in the user's tensors.
     """
 
-    def __init__(self, what: str, call: _Call, finish: Finish = nothing) -> None:
-        self.what = what
-        self.call = call
-        self.finish = finish
+    what: str
+    device: torch.device
+    call: _Call
+    finish: Finish = nothing
 
 
 class Performer:
@@ -71,27 +74,20 @@ class Performer:
 
     # ------------------------------------------------------------------ performing
 
-    def perform(
-        self,
-        make_plan: Callable[[], CallPlan],
-        result: Any,
-        device: torch.device,
-        options: Any = None,
-    ) -> AxonWork:
+    def perform(self, plan: CallPlan, result: Any, options: Any = None) -> AxonWork:
         """Do one operation.
 
         Args:
-            make_plan: packs the tensors; returns the call to make.
+            plan: the call to make.
             result: the user's tensors that hold the result, for the handle.
-            device: where they are.
             options: c10d's options: deadline, and whether to block; None = do not.
 
         Raises:
-            AxonError: a blocking operation failed, or the tensors of another cannot be packed.
+            AxonError: a blocking operation failed.
         """
         timeout_s = seconds(getattr(options, "timeout", None)) or self.timeout_s
         asynchronous = getattr(options, "asyncOp", True) or self._coalesced is not None
-        plan = make_plan()
+        device = plan.device
         finish = plan.finish if device.type == "cpu" else partial(_finish_on_device, plan.finish, device)
         if asynchronous:
             ours: Work[Any] = plan.call(timeout_s=timeout_s, async_op=True)

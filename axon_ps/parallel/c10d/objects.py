@@ -97,7 +97,7 @@ def _encoded(obj: Any, group: AxonProcessGroup) -> bytes:
         )
         if not collective:
             raise refused from error
-        with group.group.preparing(what, device=False, timeout_s=None, async_op=False):
+        with group.group.calls.preparing(what, device=False, timeout_s=None, async_op=False):
             raise refused from error
 
 

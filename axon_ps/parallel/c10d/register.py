@@ -22,14 +22,14 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import ConfigurationError, Misuse
 from axon_ps.parallel.c10d import objects
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
-from axon_ps.parallel.c10d.session import Session, incarnations_of, join
+from axon_ps.parallel.c10d.session import TorchSession, incarnations_of, join
 from axon_ps.parallel.c10d.store import KVStore
 from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
 
 _JOIN_TIMEOUT = timedelta(seconds=300)
 
-_session: Session | None = None
+_session: TorchSession | None = None
 _joined: World | None = None  # by `axon://`, for the session that is about to begin
 _rendezvous_count = 0
 _stores: WeakKeyDictionary[World, list[KVStore]] = WeakKeyDictionary()
@@ -69,9 +69,9 @@ def create(options: Any, backend_options: object) -> AxonProcessGroup:
     return _wrapped(session, group, options.store, timeout_s)
 
 
-def _begin(store: Store, rank: int, world_size: int, timeout_s: float) -> Session:
+def _begin(store: Store, rank: int, world_size: int, timeout_s: float) -> TorchSession:
     global _session, _joined
-    _session = Session.begin(store, rank, world_size, timeout_s, os.environ)
+    _session = TorchSession.begin(store, rank, world_size, timeout_s, os.environ)
     if _joined is _session.world:
         _session.own()
     _joined = None
@@ -79,7 +79,7 @@ def _begin(store: Store, rank: int, world_size: int, timeout_s: float) -> Sessio
 
 
 def _wrapped(
-    session: Session, group: ProcessGroup, store: Store, timeout_s: float, *, is_default: bool = False
+    session: TorchSession, group: ProcessGroup, store: Store, timeout_s: float, *, is_default: bool = False
 ) -> AxonProcessGroup:
     """Wrap our group as torch's; the session ends with the default group, or with the last one."""
     session.users += 1

@@ -1,4 +1,4 @@
-"""`Session`: the world under `torch.distributed`'s default process group, from `init_process_group` to its destruction.
+"""`TorchSession`: the world under `torch.distributed`'s default process group, from its making to its destruction.
 
 Owns: joining a job that exists, making one if there is none, and closing everything that it made itself; the user's
 own world is never closed. A process has one session at a time.
@@ -45,7 +45,7 @@ _joins = 0
 _begun = 0  # sessions of this process so far: the same on every rank, as all begin and end together
 
 
-class Session:
+class TorchSession:
     """See the module.
 
     Args:
@@ -72,7 +72,7 @@ class Session:
         fork.at_exit(self._at_exit)
 
     @classmethod
-    def begin(cls, store: Store, rank: int, world_size: int, timeout_s: float, env: Mapping[str, str]) -> Session:
+    def begin(cls, store: Store, rank: int, world_size: int, timeout_s: float, env: Mapping[str, str]) -> TorchSession:
         """Begin a session in a world of `world_size` workers, in which this one has `rank`.
 
         Args:

@@ -159,7 +159,7 @@ class SyncBatchNorm(_BatchNorm):
 @uncompiled
 def _in_training(layer: SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
     group = current_group(layer.process_group)
-    with group.preparing("SyncBatchNorm", arrays.on_device(x), None, False):
+    with group.calls.preparing("SyncBatchNorm", arrays.on_device(x), None, False):
         layer._check_input_dim(x)
     with torch.no_grad():
         mean, var, total = _statistics(x, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,14 @@ class ScriptedStream:
     def __init__(self, *messages: Any) -> None:
         self.messages = deque(messages)
         self.cancelled = False
+        self.written: list[bytes] = []
 
     async def read(self, destination: Any = None) -> Any:
         message = self.messages.popleft()
         return message if message is EOF else message.SerializeToString()
 
     async def write(self, message: bytes) -> None:
-        """What is sent is of no interest."""
+        self.written.append(message)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -46,7 +47,7 @@ class ScriptedStream:
 
 def make(*messages: Any) -> tuple[ScriptedStream, OperationStream]:
     script = ScriptedStream(*messages)
-    return script, OperationStream(script)  # type: ignore[arg-type]
+    return script, OperationStream(script, Counter())  # type: ignore[arg-type]
 
 
 def test_several_operations() -> None:
@@ -144,5 +145,17 @@ def test_a_message_that_nobody_may_have_sent(
         with pytest.raises(Broken, match=words):
             await client.recv(group, np.zeros(4, np.float32), DType.F32, -1, 0, 5.0)
         await client.close()
+
+    asyncio.run(test())
+
+
+def test_what_is_sent_is_counted() -> None:
+    async def test() -> None:
+        script, counters = ScriptedStream(), Counter[str]()
+        stream = OperationStream(script, counters)  # type: ignore[arg-type]
+        await stream.send(DATA)
+        await stream.send(DATA, np.zeros(3, np.float32))
+        assert counters == {"messages_out": 2, "bytes_out": 12}
+        assert len(script.written) == 2
 
     asyncio.run(test())

@@ -266,13 +266,13 @@ def test_buckets_follow_the_order_in_which_gradients_come() -> None:
 def test_one_rank_may_evaluate_alone() -> None:
     def body(group: ProcessGroup) -> None:
         model = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), group)
-        before = len(model.process_group._recorder.entries())
+        before = len(model.process_group.calls.recorder.entries())
         if group.rank == 0:
             model.eval()
             model(torch.ones(2, 4))
             with torch.no_grad():
                 model.train()(torch.ones(2, 4))
-        assert len(model.process_group._recorder.entries()) == before
+        assert len(model.process_group.calls.recorder.entries()) == before
         group.barrier()
         model.sync_parameters(root=0)
         assert float(model.module[1].num_batches_tracked) == 1.0

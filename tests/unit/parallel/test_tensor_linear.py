@@ -304,11 +304,11 @@ def test_under_autocast_low_precision_travels() -> None:
             mine_down = RowParallelLinear.from_linear(down, group, input_is_parallel=True, **options)
             mine = slice(3 * group.rank, 3 * group.rank + 3) if sequence_parallel else slice(None)
             own = rand(2, 6, 8)[:, mine].clone().requires_grad_()
-            before = len(group._recorder.entries())
+            before = len(group.calls.recorder.entries())
             with torch.autocast("cpu", torch.bfloat16):
                 y = mine_down(mine_up(own))
             (y * rand(2, 6, 8, seed=9)[:, mine]).sum().backward()
-            assert [e.call.dtype.value for e in group._recorder.entries()[before:]] == travelled  # f32: the bias
+            assert [e.call.dtype.value for e in group.calls.recorder.entries()[before:]] == travelled  # f32: the bias
             close(y.float(), expected[:, mine].float(), 2e-2)
             assert x.grad is not None
             close(own.grad, x.grad[:, mine], 2e-2)

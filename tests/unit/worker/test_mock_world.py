@@ -17,6 +17,7 @@ from axon_ps import Backend, ProcessGroup, World
 from axon_ps.collectives.backends.grpc import GrpcBackend
 from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend
 from axon_ps.collectives.backends.mock import MockBackend
+from axon_ps.collectives.group_calls import GroupCalls
 from axon_ps.collectives.selection import NAMES
 from axon_ps.errors import Closed, ConfigurationError, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.testing import run_threads
@@ -86,13 +87,10 @@ def test_backends_have_names() -> None:
 
 def test_the_ranks_of_processes_are_no_threads() -> None:
     with World.mock() as world:
-        group = ProcessGroup.made_by(
-            world.default_group._context,
-            lambda context, _: MockBackend(context),
-            timeout_s=1.0,
-            recorder=world.recorder,
-        )
-        group._store.inner = object()  # type: ignore[assignment]
+        members = world.default_group.calls.members
+        calls = GroupCalls(members, lambda context, _: MockBackend(context), timeout_s=1.0, recorder=world.recorder)
+        calls.backends.store.inner = object()  # type: ignore[assignment]
+        group = ProcessGroup(calls)
         with pytest.raises(InvalidRequest, match=r"for threads of one process.*use 'auto'"):
             group.barrier()
 
@@ -223,7 +221,7 @@ def test_a_sibling_through_the_servers() -> None:
     def one(world: World) -> Any:
         backend = world.new_group([0, 1], backend="grpc").backend_of()
         assert isinstance(backend, GrpcBackend)
-        group = ProcessGroup(backend.sibling(world.default_group._context))
+        group = ProcessGroup(backend.sibling(world.default_group.calls.members.context))
         result = group.all_reduce(np.ones(3)).tolist()
         group.close()
         return result

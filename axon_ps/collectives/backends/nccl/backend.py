@@ -22,8 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from axon_ps.collectives import reason
-from axon_ps.collectives.backends import header
+from axon_ps.collectives.backends import header, reason
 from axon_ps.collectives.backends.base import Backend, GroupContext
 from axon_ps.collectives.backends.mock import mock_contexts
 from axon_ps.collectives.backends.nccl.calls import NcclCalls, address

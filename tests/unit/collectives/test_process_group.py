@@ -258,10 +258,10 @@ def test_a_group_is_over_after_a_timeout() -> None:
 def test_the_loss_of_a_member_ends_its_groups_only() -> None:
     def body(group: ProcessGroup) -> None:
         pair, rest = group.new_group([0, 1]), group.new_group([2])
-        lost = {group._context.members[1].id}
+        lost = {group.members[1].id}
         if group.rank == 0:
             pending = pair.all_reduce(np.ones(1), async_op=True)
-            group.member_lost(lost, MemberLost("rank 1 has left"))
+            group.calls.member_lost(lost, MemberLost("rank 1 has left"))
             with pytest.raises(MemberLost, match="rank 1 has left"):
                 pending.wait(10)
             with pytest.raises(MemberLost):
@@ -269,7 +269,7 @@ def test_the_loss_of_a_member_ends_its_groups_only() -> None:
             with pytest.raises(MemberLost):
                 group.barrier()
         if group.rank == 2:
-            group.member_lost(lost, MemberLost("rank 1 has left"))
+            group.calls.member_lost(lost, MemberLost("rank 1 has left"))
             assert rest.all_reduce(np.ones(1)).item() == 1
 
     on_ranks(3, body)
@@ -321,12 +321,12 @@ def test_the_recorder_keeps_what_happened() -> None:
         group.all_reduce(np.ones(3, np.float32))
         with pytest.raises(Disagreement):
             group.broadcast(np.ones(1), root=group.rank)
-        done, failed = group._recorder.entries()
+        done, failed = group.calls.recorder.entries()
         assert (str(done.call), done.outcome, done.call.sequence) == ("all_reduce(sum) of 3 f32", "done", 0)
         assert failed.outcome.startswith("Disagreement: the ranks disagree on")
         assert done.ended >= done.started
-        assert group._recorder.pending() == []
-        assert group._recorder.statistics()["all_reduce_calls"] == 1.0
+        assert group.calls.recorder.pending() == []
+        assert group.calls.recorder.statistics()["all_reduce_calls"] == 1.0
 
     on_ranks(2, body)
 
