@@ -443,7 +443,7 @@ class Runtime(AbstractRuntime):
             return
         for unit in reversed(self.units):
             flat = unit.trainable
-            if flat is not None and flat.index not in self._pushed and flat.has_grads:
+            if flat is not None and flat.index not in self._pushed and flat.grads.present:
                 self._push(flat)
                 self._gather_speculative(unit, flat)
 
@@ -504,9 +504,9 @@ class Runtime(AbstractRuntime):
                 "the data set ends with fewer samples than there are workers. Use drop_last=True, or step after each"
             )
         for flat in self.flats:
-            staged_bytes = flat.staged_bytes
-            flat.multiply_grads(before.weight / batch.weight)
-            self.grad_meter.add(flat.staged_bytes - staged_bytes)
+            staged_bytes = flat.grads.staged_bytes
+            flat.grads.multiply(before.weight / batch.weight)
+            self.grad_meter.add(flat.grads.staged_bytes - staged_bytes)
 
     @property
     def accumulating(self) -> bool:
@@ -529,10 +529,10 @@ class Runtime(AbstractRuntime):
 
     def _stage(self, flat: FlatUnit) -> None:
         """Stage the gradients of `no_sync()`, or of a micro-batch."""
-        before = flat.staged_bytes
-        flat.stage_grads()
+        before = flat.grads.staged_bytes
+        flat.grads.stage()
         self.sent.add(flat.index, len(flat.params))
-        self.grad_meter.add(flat.staged_bytes - before)
+        self.grad_meter.add(flat.grads.staged_bytes - before)
 
     def zero_grad(self, *, set_to_none: bool, leaving: Iterable[nn.Parameter] = ()) -> bool:
         """Forget the present gradients, unless they are of a batch that an `ElasticLoader` has cut.
@@ -558,8 +558,8 @@ class Runtime(AbstractRuntime):
         if self._pushed:
             self._withdraw()
         for flat in self.flats:
-            self.grad_meter.add(-flat.staged_bytes)
-            flat.pop_grads()
+            self.grad_meter.add(-flat.grads.staged_bytes)
+            flat.grads.pop()
             self.sent.drop(flat.index)
         self.sent.forget()
         self._zeroed = set() if set_to_none else zeroed

@@ -152,12 +152,12 @@ class ServerRuntime(Runtime):
         self.counters.push_wait_s += time.perf_counter() - began
         buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
         weight = 1.0 / ticket.num_replicas if self.batch is None else self.batch.weight
-        self.grad_meter.add(-flat.staged_bytes)
+        self.grad_meter.add(-flat.grads.staged_bytes)
         with profiled("push", flat.unit.name):
             if weight:
-                given = flat.pack_grads(buffer, weight / self.loss_scale.value)
+                given = flat.grads.pack(buffer, weight / self.loss_scale.value)
             else:  # not 0 times them, which may be NaN
-                flat.pop_grads()
+                flat.grads.pop()
                 buffer.zero_()
                 given = [False] * len(flat.params)
         self._note_gradients(flat, given)
@@ -294,7 +294,7 @@ class ServerRuntime(Runtime):
                 flat = unit.trainable
                 if flat is None or flat.index in self._pushed:
                     continue
-                if flat.has_grads or not self._zeroed.isdisjoint(flat.params):
+                if flat.grads.present or not self._zeroed.isdisjoint(flat.params):
                     self._push(flat)
                     self._gather_speculative(unit, flat)
                 else:

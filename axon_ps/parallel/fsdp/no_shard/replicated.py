@@ -96,7 +96,7 @@ class ReplicatedRuntime(Runtime):
         wire = TORCH_DTYPES[self._wrapping.spec.precision.grad]
         numel = flat.unit.numel
         buffer = torch.empty(numel + len(flat.params), dtype=wire, device=flat.flat.device)
-        given = flat.pack_grads(buffer[:numel], 1.0 / (self._group.world_size * self.loss_scale.value))
+        given = flat.grads.pack(buffer[:numel], 1.0 / (self._group.world_size * self.loss_scale.value))
         buffer[numel:] = torch.tensor(given, dtype=wire, device="cpu")
         self.counters.pushed_bytes += buffer.nbytes
         self.grad_meter.add(buffer.nbytes)
@@ -114,7 +114,7 @@ class ReplicatedRuntime(Runtime):
     @property
     def has_grads(self) -> bool:
         """True if a parameter has a gradient."""
-        return any(flat.has_grads for flat in self._trained)
+        return any(flat.grads.present for flat in self._trained)
 
     def zero_grad(self, *, set_to_none: bool, leaving: Iterable[nn.Parameter] = ()) -> bool:
         """See `Runtime.zero_grad`; gradients are in `param.grad`, where torch drops them."""
@@ -130,8 +130,8 @@ class ReplicatedRuntime(Runtime):
             finished, self._round = self._round, self._new_round()
             self.grad_meter.add(-sum(buffer.nbytes for buffer in finished.results()))
         for flat in self.flats:
-            self.grad_meter.add(-flat.staged_bytes)
-            flat.drop_staged()
+            self.grad_meter.add(-flat.grads.staged_bytes)
+            flat.grads.drop_staged()
             self.sent.drop(flat.index)
         self._broken = self.has_gradients = self._averaged = self._has_local = False
         return True
