@@ -139,7 +139,7 @@ def train_with_little_memory() -> dict[str, Any]:
         model = build()
         inner = adamw(model)
         diloco = parallel.DiLoCo(model, inner, world, inner_steps=INNER, quorum=0.6, unit_types={Block})
-        diloco._out = BufferPool(1, Meter())
+        diloco._outer.out = BufferPool(1, Meter())
         world.barrier("begin")
         result = None
         for i in range(INNER):
