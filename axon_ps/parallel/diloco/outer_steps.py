@@ -114,7 +114,7 @@ class OuterSteps:
         for fragment in self._fragments:
             fragment.weight += weight / (self._interval * len(self._fragments))
         self.left -= 1
-        result, requested = None, self.left > 0 and self._vote_requested()
+        result, requested = None, self.left > 0 and self.vote_requested()
         if (under_way := self._under_way) is not None:
             under_way.steps += 1
             if requested or under_way.steps >= self._overlap_steps:
@@ -159,7 +159,7 @@ class OuterSteps:
         """Return the fragment whose outer step is next; see Note: [Streaming]."""
         return min(self._fragments, key=lambda f: f.steps.view.latest_version)
 
-    def _vote_requested(self) -> bool:
+    def vote_requested(self) -> bool:
         """Return True if a quorum waits for this worker in an outer step that it has not begun."""
         fragment = self._next()
         if (begun := fragment.begun) is not None and fragment.steps.attempt == (
