@@ -16,13 +16,13 @@ from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
+from axon_ps.parallel.fsdp.gathering import BUFFERS
 from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
 from axon_ps.parallel.fsdp.hybrid.node_groups import WorldNodeGroups
 from axon_ps.parallel.fsdp.hybrid.node_runtime import NodeRuntime
 from axon_ps.parallel.fsdp.memory import BufferPool, host_empty
 from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime
 from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit
-from axon_ps.parallel.fsdp.runtime import BUFFERS
 from axon_ps.parallel.fsdp.server_runtime import ServerRuntime
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, NodeSource, ParameterSource, RemoteSource
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy

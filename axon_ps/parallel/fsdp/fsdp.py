@@ -419,14 +419,14 @@ class FullyShardedDataParallel(ShardedValues):
             raise Misuse(
                 f"prefetch_forward_params() has nothing to gather: {self.strategy.name} does not reshard parameters"
             )
-        if self._runtime.prefetched:
+        if self._runtime.gathering.prefetched:
             raise Misuse("prefetch_forward_params() was called twice; run a forward before you call it again")
         self._check_idle("prefetch_forward_params")
         self._runtime.prefetch()
 
     def has_pending_prefetch(self) -> bool:
         """Return True if `prefetch_forward_params()` was called and no forward has come since."""
-        return self._runtime.prefetched
+        return self._runtime.gathering.prefetched
 
     def broadcast_updated_params(self) -> None:
         """Bring the parameters that stay on this worker up to the current version now, not at the next forward.

@@ -35,13 +35,14 @@ from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, check_unchanged, release_held
+from axon_ps.parallel.fsdp.gathering import BUFFERS
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.one_thread import in_reentrant_checkpoint
-from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime
+from axon_ps.parallel.fsdp.runtime import TORN, Runtime
 from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.fsdp.steps import Pending, Position, Steps, StepStatus
 from axon_ps.parallel.fsdp.wrap import Wrapping
-from axon_ps.parallel.markers import Markers, profiled
+from axon_ps.parallel.markers import profiled
 from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome, StepResult
@@ -76,9 +77,8 @@ class ServerRuntime(Runtime):
         steps: Steps | None = None,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(wrapping, units, gather_buffers)
+        super().__init__(wrapping, units, gather_buffers, client.trace)
         self._client = client
-        self.markers = Markers(client.trace)
         self._steps: Steps = client if steps is None else steps
         self._grad_wire = wrapping.spec.precision.grad
         self._device = device
@@ -115,16 +115,14 @@ class ServerRuntime(Runtime):
         """Committed steps, copies from other models included."""
         return self._client.view.latest_version
 
-    def _extend_prefetch(self, extra_bytes: int) -> None:
-        super()._extend_prefetch(extra_bytes)
-        self._out.extend(extra_bytes)
-
     def _begin_step(self) -> None:
         """Begin a step where the one before ended, or anew if this worker itself asked for other parameters since."""
         if self._began is None or self._began[0] < self._read[0] == self._steps.view.asked_epoch:
             self._began = self._read
         self._withdrawn = None
-        self._extend_prefetch(self._client.parameters.in_flight_bytes)
+        extra_bytes = self._client.parameters.in_flight_bytes  # see `gathering`, Note: [Memory]
+        self.gathering.extend(extra_bytes)
+        self._out.extend(extra_bytes)
 
     # ------------------------------------------------------------------ gradients
 
@@ -186,11 +184,8 @@ class ServerRuntime(Runtime):
         """Gather a unit behind its push, as the step is expected to leave it, if it stays here or is needed first."""
         if self._expected is None or self._ticket is None or not flat.may_speculate:
             return
-        if not (flat.resident or flat.source.retains):
-            if not (self._eager and self._needed_soon(unit, self._orders[True].first())):
-                return
-            if not unit.is_root and self._reshardable_bytes() + flat.nbytes > self._budget_bytes:
-                return
+        if not (flat.resident or flat.source.retains or self.gathering.is_first(unit, flat)):
+            return
         flat.start_speculative(self._ticket, self._expected)
 
     def _current_ticket(self) -> Ticket:
@@ -331,9 +326,9 @@ class ServerRuntime(Runtime):
         if decision.outcome is Outcome.COMMIT and change is not None:
             self._change, self._optimizer = None, change.spec.name
             self.moments_of = self.moments_of if change.retains_moments else decision.version
-        self._training = True
+        self.gathering.training = True
         for unit in (u for u in self.units if u.depth):  # a forward makes its steps itself, and reads on
-            self._need(unit)
+            self.gathering.need(unit)
         result = self._decided(decision, decision.grad_norm)
         reached(Moment.BETWEEN_STEPS, decision.version)
         return result
@@ -408,7 +403,7 @@ class ServerRuntime(Runtime):
                 f"{decision.refused} steps in a row were aborted because of what the workers voted, the last one since "
                 f"{decision.reason}. The parameters are those of version {decision.version}"
             )
-        self._prefetch()
+        self.gathering.prefetch()
         committed = decision.outcome is Outcome.COMMIT
         if committed:
             self.on_commit()

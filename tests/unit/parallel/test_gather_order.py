@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_ps.parallel.fsdp.order import GatherOrder
+from axon_ps.parallel.fsdp.gathering import GatherOrder
 
 
 def visits(order: GatherOrder, units: list[int]) -> list[list[int]]:
