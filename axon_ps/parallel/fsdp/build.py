@@ -23,7 +23,7 @@ from axon_ps.parallel.fsdp.hybrid.node_runtime import NodeRuntime
 from axon_ps.parallel.fsdp.memory import BufferPool, host_empty
 from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime
 from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit
-from axon_ps.parallel.fsdp.server_runtime import ServerRuntime
+from axon_ps.parallel.fsdp.on_servers.server_runtime import ServerRuntime
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, NodeSource, ParameterSource, RemoteSource
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
 from axon_ps.parallel.fsdp.wrap import Wrapping

@@ -334,11 +334,11 @@ class FullyShardedDataParallel(ShardedValues):
 
         A step without such a backward sends them too. Under NO_SHARD of several workers it is refused (`Misuse`).
         """
-        before, self._runtime.syncing = self._runtime.syncing, False
+        before, self._runtime.accumulation.syncing = self._runtime.accumulation.syncing, False
         try:
             yield
         finally:
-            self._runtime.syncing = before
+            self._runtime.accumulation.syncing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as `optimizer.zero_grad()` of one of our optimizers does."""

@@ -17,15 +17,6 @@ Note: [When memory may be freed in backward]
 Note: [Backward that is broken off]
     An error in backward leaves some gradients sent and others not made. None of them is used: `zero_grad()` drops them,
     and withdraws those sent, so that the step is aborted for all. Until then a step or another backward is refused.
-
-Note: [One version a step]
-    While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
-    that the coordinator gave up (it was frozen, or cut off) does not know it: others commit, units that it has mapped
-    change while it reads them, and once it is back the rest of its step would be of a later version. So a forward that
-    was not of one version from its first to its last read is made again, before its output is seen. A step during which
-    the version moved gets a void ticket: its gradients are not sent, and it aborts. (A step begins where the one before
-    it ended, since that is when its batch is drawn: others may have had the same samples since. It begins anew if this
-    worker itself asked for other parameters, as `load_checkpoint` does.)
 """
 
 from __future__ import annotations
@@ -36,17 +27,17 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from axon_ps.errors import Misuse, StepAborted
+from axon_ps.errors import Misuse
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.fsdp import stats
 from axon_ps.parallel.fsdp.abstract_runtime import AbstractRuntime
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, check_unchanged, release_held
+from axon_ps.parallel.fsdp.forwards import OneThread, OneVersion
 from axon_ps.parallel.fsdp.gathering import Gathering
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
-from axon_ps.parallel.fsdp.one_thread import OneThread
-from axon_ps.parallel.fsdp.steps import Position, StepBatch
+from axon_ps.parallel.fsdp.tensors.accumulation import Accumulation
 from axon_ps.parallel.fsdp.tensors.loss_scale import LossScale
 from axon_ps.parallel.fsdp.tensors.saved_tensors import SavedParameter
 from axon_ps.parallel.fsdp.tensors.sent_gradients import SentGradients
@@ -55,11 +46,6 @@ from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.markers import Markers
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.step_trace import StepTrace
-
-TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
-
-_MAX_FORWARDS = 8
-"""Runs of a forward before it raises; see Note: [One version a step]."""
 
 
 class Runtime(AbstractRuntime):
@@ -74,16 +60,16 @@ class Runtime(AbstractRuntime):
     Attributes:
         flats: the flat units of all module units, in layout order.
         gathering: the units that are in memory.
+        one_version: the version of what a forward reads.
+        accumulation: gradients that stay here before they are pushed.
         sent: gradients that have left this worker for the step under way, and the norm that they are clipped to.
         has_gradients: True if a backward has been made for the step under way.
         loss_scale: the factor of the loss; gradients are divided by it before they are pushed.
-        syncing: True if gradients are pushed; False inside `no_sync()`.
         markers: the parts of its steps, for profilers and traces.
         optimizers: those of ours that make its steps.
         current: the optimizer of ours that was made last, which alone makes steps; None before there is one.
         moments_of: the version at which the optimizer's moments began.
         expected_hyper: the hyperparameters that the optimizer has now; None = the next step's cannot be known.
-        batch: the batch of the next backward's gradients, if a loader deals the samples; see `begin_batch`.
         decisions: number of steps that have ended, in whatever way.
         resends: number of times that the gradients of an aborted step are sent again; if any, a copy is retained.
         on_abort: called when a step was aborted, before any wait; it may raise.
@@ -108,12 +94,12 @@ class Runtime(AbstractRuntime):
         self.meter = wrapping.meter
         self.grad_meter = Meter()
         self.counters = wrapping.counters
-        self._stage_grads = wrapping.offload.stages_grads and not wrapping.replicated
+        self.sent = SentGradients()
+        stages = wrapping.offload.stages_grads and not wrapping.replicated
+        self.accumulation = Accumulation(self.flats, self.sent, self.grad_meter, stages=stages)
         self._callback_queued = False
         self._thread = OneThread(self)
-        self._read: Position = (0, 0)  # when the forward began
-        self._uses: list[int] = []  # of every unit, when the forward began
-        self._forwards = 0  # attempts at this forward
+        self.one_version = OneVersion(self.units, lambda: self.now, self.gathering, self.counters)
         self.has_gradients = False
         self._pushed: set[int] = set()  # units whose gradients have left for this step
         self._zeroed: set[nn.Parameter] = set()  # their gradients are zeros, where torch's would be
@@ -127,15 +113,12 @@ class Runtime(AbstractRuntime):
         self.current: weakref.ref[torch.optim.Optimizer] | None = None
         self.moments_of = 0
         self.expected_hyper: Callable[[], Sequence[Hyper] | None] | None = None
-        self.syncing = True
-        self.batch: StepBatch | None = None
         self.decisions = 0
         self.resends = 0
         self.on_abort: Callable[[], None] = lambda: None
         self.on_commit: Callable[[], None] = lambda: None
         self.buffers: ModuleBuffers | None = None
         self.last_reason = ""
-        self.sent = SentGradients()
         self.loss_scale = LossScale()
 
     def _begin_step(self) -> None:
@@ -165,9 +148,8 @@ class Runtime(AbstractRuntime):
             for other in self.units:  # a forward that raised may have left some behind
                 other.depth = 0
             self.markers.begin("forward", in_profile=True)
-            self._read = self.now
-            self._uses = [other.uses for other in self.units]
-            if self.gathering.training and not (self.has_gradients or self._forwards):
+            repeated = self.one_version.begin()
+            if self.gathering.training and not (self.has_gradients or repeated):
                 self._begin_step()
         if not recomputing:
             unit.depth += 1
@@ -188,32 +170,6 @@ class Runtime(AbstractRuntime):
         if unit.is_root:
             self.markers.end("forward")
         self.gathering.used(unit)
-
-    @property
-    def torn(self) -> bool:
-        """True if the values read since the forward began are not of one version."""
-        return self._read != self.now or any(flat.source.torn(flat) for flat in self.flats)
-
-    def forward_again(self) -> bool:
-        """Return True if the root's forward must be made again; see Note: [One version a step].
-
-        Raises:
-            StepAborted: it was made `_MAX_FORWARDS` times; the parameters change faster than it reads them.
-        """
-        if in_backward() or not self.torn:
-            self._forwards = 0
-            return False
-        self._forwards += 1
-        for unit, uses in zip(self.units, self._uses, strict=True):
-            unit.uses = uses
-            self.gathering.reshard(unit)
-        if self._forwards == _MAX_FORWARDS:
-            self._forwards = 0
-            raise StepAborted(
-                f"the parameters changed during each of {_MAX_FORWARDS} forwards: the job goes on without this worker"
-            )
-        self.counters.forwards_repeated += 1
-        return True
 
     # ------------------------------------------------------------------ backward
 
@@ -324,11 +280,11 @@ class Runtime(AbstractRuntime):
             return
         if not unit.has_frozen:
             self.gathering.finish(unit)
-        if self._pushes_now and unit.uses <= 1:
+        if self.accumulation.pushes and unit.uses <= 1:
             self._push(flat)
             unit.fired.clear()
-        elif self._stages_now and unit.uses <= 1:
-            self._stage(flat)
+        elif self.accumulation.stages and unit.uses <= 1:
+            self.accumulation.stage(flat)
         self.gathering.prefetch()
 
     def inputs_done(self, unit: ModuleUnit) -> None:
@@ -351,10 +307,10 @@ class Runtime(AbstractRuntime):
         for unit in reversed(self.units):
             flat = unit.trainable
             if flat is not None and unit.fired:
-                if self._pushes_now:
+                if self.accumulation.pushes:
                     self._push(flat)
-                elif self._stages_now:
-                    self._stage(flat)
+                elif self.accumulation.stages:
+                    self.accumulation.stage(flat)
             unit.fired.clear()
             unit.uses = 0
             if not unit.depth:
@@ -367,7 +323,7 @@ class Runtime(AbstractRuntime):
     def gather_all(self) -> None:
         """Unshard every unit, and block until it is."""
         self.agree()
-        self._read = self.now
+        self.one_version.at = self.now
         self.gathering.gather_all()
 
     def prefetch(self) -> None:
@@ -377,7 +333,7 @@ class Runtime(AbstractRuntime):
 
     def push_accumulated(self) -> None:
         """Push every gradient that was accumulated and not pushed yet, unless others of the step are still to come."""
-        if self.accumulating:
+        if self.accumulation.goes_on:
             return
         for unit in reversed(self.units):
             flat = unit.trainable
@@ -386,54 +342,6 @@ class Runtime(AbstractRuntime):
                 self._gather_speculative(unit, flat)
 
     # ------------------------------------------------------------------ gradients
-
-    def begin_batch(self, batch: StepBatch) -> None:
-        """Set the batch of the next backward's gradients, which a loader gives to the program.
-
-        Gradients of the step's earlier batches will be multiplied by its weight when they are pushed, so they are
-        rescaled for it here.
-
-        Raises:
-            Misuse: the batch counts for nothing, and gradients of batches that count are waiting.
-        """
-        before, self.batch = self.batch, batch
-        if before is None or before.weight == batch.weight or not self.has_gradients:
-            return
-        if not batch.weight:
-            raise Misuse(
-                "gradients of several batches are accumulated, and of the last one there is nothing for this worker: "
-                "the data set ends with fewer samples than there are workers. Use drop_last=True, or step after each"
-            )
-        for flat in self.flats:
-            staged_bytes = flat.grads.staged_bytes
-            flat.grads.multiply(before.weight / batch.weight)
-            self.grad_meter.add(flat.grads.staged_bytes - staged_bytes)
-
-    @property
-    def accumulating(self) -> bool:
-        """True if gradients stay here, since more of the step are still to come on this worker."""
-        return self.batch is not None and not self.batch.is_last
-
-    @property
-    def accumulates(self) -> bool:
-        """True if this worker's gradient of the step is a sum over several batches, which must not be dropped."""
-        return self.batch is not None and self.batch.count > 1
-
-    @property
-    def _pushes_now(self) -> bool:
-        return self.syncing and not self.accumulating
-
-    @property
-    def _stages_now(self) -> bool:
-        """True if gradients are staged; those of a micro-batch always are, so that nothing clips them by themselves."""
-        return self._stage_grads or self.accumulating
-
-    def _stage(self, flat: FlatUnit) -> None:
-        """Stage the gradients of `no_sync()`, or of a micro-batch."""
-        before = flat.grads.staged_bytes
-        flat.grads.stage()
-        self.sent.add(flat.index, len(flat.params))
-        self.grad_meter.add(flat.grads.staged_bytes - before)
 
     def zero_grad(self, *, set_to_none: bool, leaving: Iterable[nn.Parameter] = ()) -> bool:
         """Forget the present gradients, unless they are of a batch that an `ElasticLoader` has cut.
@@ -454,7 +362,8 @@ class Runtime(AbstractRuntime):
         release_held(self.units)
         if self._sums_batches:
             return False
-        zeroed = self._zeroed if set_to_none else self._with_gradients()
+        present = {p for flat in self.flats for p in flat.params if p.grad is not None}  # as torch would see them
+        zeroed = self._zeroed if set_to_none else present | self._zeroed
         self.left = {p for p in leaving if p.grad is not None or p in self.left}
         if self._pushed:
             self._withdraw()
@@ -470,11 +379,7 @@ class Runtime(AbstractRuntime):
     @property
     def _sums_batches(self) -> bool:
         """True if there are gradients of earlier micro-batches of the step."""
-        return self.accumulates and self.has_gradients and not self._broken
-
-    def _with_gradients(self) -> set[nn.Parameter]:
-        """Return the parameters that have a gradient, as torch would see them."""
-        return {p for flat in self.flats for p in flat.params if p.grad is not None} | self._zeroed
+        return self.accumulation.sums_batches and self.has_gradients and not self._broken
 
     def _withdraw(self) -> None:
         """Withdraw the gradients that were sent for the step under way."""

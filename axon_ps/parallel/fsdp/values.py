@@ -20,7 +20,8 @@ from axon_ps.errors import CheckpointCorrupt, InvalidRequest, Misuse, StepAborte
 from axon_ps.parallel.checkpoints import own_state
 from axon_ps.parallel.checkpoints.buffers import ServedBuffers
 from axon_ps.parallel.counterpart import as_in_torch
-from axon_ps.parallel.fsdp.runtime import TORN, Runtime
+from axon_ps.parallel.fsdp.masters import TORN
+from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
 from axon_ps.parallel.precision import TORCH_DTYPES
@@ -79,7 +80,7 @@ class ShardedValues(ModuleWrapper):
             yield
             changed = [(n, p) for (n, p), version in zip(named, before, strict=True) if p._version != version]
             new = {name: param.detach().clone() for name, param in changed} if writeback else {}
-            torn = self._runtime.torn
+            torn = self._runtime.one_version.torn
         finally:
             if pushed:
                 saved_tensors.pop()
@@ -95,9 +96,9 @@ class ShardedValues(ModuleWrapper):
                 )
         if torn:
             raise StepAborted(TORN)
-        if writeback and named and any(self._runtime.gather(len(new))):
+        if writeback and named and any(self._runtime.masters.gather(len(new))):
             value_of = partial(_value_in, new)
-            self._runtime.replace(self._new_values(value_of, self._staying(value_of)))
+            self._runtime.masters.replace(self._new_values(value_of, self._staying(value_of)))
 
     def sharded_parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters that the strategy shards: all but `ignored_parameters`, tied ones once."""
@@ -133,7 +134,7 @@ class ShardedValues(ModuleWrapper):
             StepAborted: the job went on without this worker (it was frozen or cut off), so the values read are of
                 several versions; begin again. Under an asynchronous policy they may always be.
         """
-        for unit, values in zip(self._wrapping.spec.layout.units, self._runtime.masters(), strict=True):
+        for unit, values in zip(self._wrapping.spec.layout.units, self._runtime.masters.units(), strict=True):
             for spec in unit.parameters:
                 yield spec.name, values[spec.offset : spec.end].view(spec.shape)
 
@@ -224,7 +225,7 @@ class ShardedValues(ModuleWrapper):
             for name, tensor in self.module.state_dict(keep_vars=True).items():
                 if name in given and name not in sharded and isinstance(tensor, torch.Tensor):
                     tensor.copy_(given[name])
-        self._runtime.replace(self._new_values(partial(_value_in, given), old))
+        self._runtime.masters.replace(self._new_values(partial(_value_in, given), old))
         return keys
 
     def _sharded_names(self) -> set[str]:
@@ -272,7 +273,7 @@ class ShardedValues(ModuleWrapper):
             self._runtime.reset()
             prepared.append(prepare())
 
-        self._runtime.together(f"{what}() changed nothing, since it failed", perform)
+        self._runtime.masters.together(f"{what}() changed nothing, since it failed", perform)
         return prepared[0]
 
     def _staying(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -314,7 +315,7 @@ class ShardedValues(ModuleWrapper):
         After an error: as for `load_state_dict`.
         """
         values = self._agreed("update_shards", lambda: self._divided(flat))
-        self._runtime.replace(self._new_values(lambda p: values[p.name].view(p.shape), {}))
+        self._runtime.masters.replace(self._new_values(lambda p: values[p.name].view(p.shape), {}))
 
     def _divided(self, flat: Any) -> dict[str, torch.Tensor]:
         """Return each parameter's part of a flat tensor, by name."""
@@ -392,7 +393,7 @@ class ShardedValues(ModuleWrapper):
         def write() -> None:
             written.append(self._runtime.save(uri, optimizer, given, states, version))
 
-        self._runtime.together("the checkpoint was not written, since that failed", write)
+        self._runtime.masters.together("the checkpoint was not written, since that failed", write)
         return None if written[0] is None else _of_caller(written[0])
 
     def load_checkpoint(

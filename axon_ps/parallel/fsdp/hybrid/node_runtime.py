@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
-from axon_ps.parallel.fsdp.server_runtime import ServerRuntime
+from axon_ps.parallel.fsdp.on_servers.server_runtime import ServerRuntime
 from axon_ps.parallel.fsdp.steps import StepStatus
 from axon_ps.types import Hyper
 
