@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from axon_ps.errors import Misuse, StepAborted
 from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
-from axon_ps.parallel.fsdp.gathering import Gathering
+from axon_ps.parallel.fsdp.gathering import UnitGathering
 from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.steps import Position
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
@@ -82,7 +82,7 @@ class OneThread:
         for frame in _stack(sys._current_frames().get(self._thread)):
             if busy and frame.f_code is _engine_run_backward.__code__:
                 return "backward"
-            if "_run_once" in frame.f_code.co_name and frame.f_locals.get("runtime") is self._runtime():
+            if "_run" in frame.f_code.co_name and frame.f_locals.get("runtime") is self._runtime():
                 return "forward"
         return None
 
@@ -101,7 +101,7 @@ class OneVersion:
     """
 
     def __init__(
-        self, units: Sequence[ModuleUnit], now: Callable[[], Position], gathering: Gathering, counters: Counters
+        self, units: Sequence[ModuleUnit], now: Callable[[], Position], gathering: UnitGathering, counters: Counters
     ) -> None:
         self._units = units
         self._now = now
@@ -142,6 +142,16 @@ class OneVersion:
             )
         self._counters.forwards_repeated += 1
         return True
+
+
+def check_idle(units: Sequence[ModuleUnit], what: str) -> None:
+    """Check that no forward of a model is under way, before an action of this name.
+
+    Raises:
+        Misuse: one is.
+    """
+    if any(unit.depth for unit in units):
+        raise Misuse(f"{what}() was called inside a forward; call it between steps")
 
 
 def in_reentrant_checkpoint() -> bool:

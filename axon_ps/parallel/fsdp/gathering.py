@@ -1,4 +1,4 @@
-"""`Gathering`: the units that are in memory, gathered when they are needed or before, and resharded.
+"""`UnitGathering`: the units that are in memory, gathered when they are needed or before, and resharded.
 
 `GatherOrder` predicts the order in which units will be needed: the last iteration's is expected for this one.
 
@@ -83,7 +83,7 @@ class GatherOrder:
         self._next = 0
 
 
-class Gathering:
+class UnitGathering:
     """The units of a model that are in memory.
 
     Args:

@@ -35,7 +35,7 @@ from axon_ps.parallel.fsdp import stats
 from axon_ps.parallel.fsdp.abstract_runtime import AbstractRuntime
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, check_unchanged, release_held
 from axon_ps.parallel.fsdp.forwards import OneThread, OneVersion
-from axon_ps.parallel.fsdp.gathering import Gathering
+from axon_ps.parallel.fsdp.gathering import UnitGathering
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.tensors.accumulation import Accumulation
 from axon_ps.parallel.fsdp.tensors.loss_scale import LossScale
@@ -90,7 +90,7 @@ class Runtime(AbstractRuntime):
         self.units = tuple(units)
         self.flats = tuple(flat for unit in self.units for flat in unit.flats)
         self.markers = Markers(trace)
-        self.gathering = Gathering(wrapping, self.units, gather_buffers, self.markers, self._free)
+        self.gathering = UnitGathering(wrapping, self.units, gather_buffers, self.markers, self._free)
         self.meter = wrapping.meter
         self.grad_meter = Meter()
         self.counters = wrapping.counters

@@ -318,7 +318,7 @@ class ReplicatedRuntime(Runtime):
             # it computes as servers do, which loads a compiler
             from axon_ps.parallel.fsdp.no_shard import local_checkpoint
 
-            moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
+            moments = local_checkpoint.OptimizerMoments(self._ours_or(optimizer), self._flats)
             version = max(self._version, moments.version()) if version is None else version
             info = local_checkpoint.save(
                 uri, self._wrapping.spec, self._flats, moments, extra, version, states, self.buffers
@@ -330,7 +330,7 @@ class ReplicatedRuntime(Runtime):
         from axon_ps.parallel.fsdp.no_shard import local_checkpoint
 
         def read() -> dict[str, Any]:
-            moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
+            moments = local_checkpoint.OptimizerMoments(self._ours_or(optimizer), self._flats)
             spec, name = self._wrapping.spec, self._wrapping.name
             return info_to_json(local_checkpoint.load(uri, spec, self._flats, moments, name, self.buffers))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
-from axon_ps.parallel.fsdp.gathering import Gathering
+from axon_ps.parallel.fsdp.gathering import UnitGathering
 from axon_ps.types import Decision, Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -33,7 +33,7 @@ class Speculation:
         unclipped: True if the last step was not clipped, so that the next one is expected not to be.
     """
 
-    def __init__(self, flats: Sequence[FlatUnit], first_parameter: Mapping[int, int], gathering: Gathering) -> None:
+    def __init__(self, flats: Sequence[FlatUnit], first_parameter: Mapping[int, int], gathering: UnitGathering) -> None:
         self._flats = flats
         self._first_parameter = first_parameter
         self._gathering = gathering
