@@ -52,7 +52,9 @@ def simulate() -> Values:
 
 def wait_until_requested(world: axon_ps.World, diloco: parallel.DiLoCo) -> None:
     """Another's outer step waits for this worker."""
-    world.models.client(0).view.job.wait_until(lambda: diloco._outer.vote_requested() or None, 30.0, lambda: "nobody waits")
+    world.models.client(0).view.job.wait_until(
+        lambda: diloco._outer.vote_requested() or None, 30.0, lambda: "nobody waits"
+    )
 
 
 def train() -> dict[str, Any]:

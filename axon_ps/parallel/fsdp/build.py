@@ -23,9 +23,8 @@ from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.parallel.fsdp.arguments import Arguments
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.gathering import BUFFERS
-from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
+from axon_ps.parallel.fsdp.hybrid.node import NodeRuntime, NodeSteps
 from axon_ps.parallel.fsdp.hybrid.node_groups import WorldNodeGroups
-from axon_ps.parallel.fsdp.hybrid.node_runtime import NodeRuntime
 from axon_ps.parallel.fsdp.memory import BufferPool, host_empty
 from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime
 from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit

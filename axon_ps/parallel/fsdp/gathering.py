@@ -91,7 +91,7 @@ class UnitGathering:
         units: module units; the first is the root.
         buffers: buffers for gathers that cannot come into their unit.
         markers: the parts of its steps, for profilers and traces.
-        freed: called for a unit that backward is done with, in place of `reshard`.
+        free: called for a unit that backward is done with, in place of `reshard`.
 
     Attributes:
         training: True if a backward follows the present forward.
@@ -104,12 +104,12 @@ class UnitGathering:
         units: Sequence[ModuleUnit],
         buffers: BufferPool,
         markers: Markers,
-        freed: Callable[[ModuleUnit], None],
+        free: Callable[[ModuleUnit], None],
     ) -> None:
         self._units = units
         self._buffers = buffers
         self._markers = markers
-        self._freed = freed
+        self._free = free
         self._counters = wrapping.counters
         self._eager = wrapping.prefetch and not wrapping.replicated
         self._least_bytes = BUFFERS * max((u.nbytes for u in units[1:]), default=units[0].nbytes)
@@ -136,7 +136,7 @@ class UnitGathering:
         finished, self._finished = self._finished, []
         for other in finished:  # backward has come to another one
             if other is not unit:
-                self._freed(other)
+                self._free(other)
         self._orders[self.training].visit(unit.number)
         began = time.perf_counter()
         with self._markers.within("gather wait", unit.name), ordinary_tensors():

@@ -1,7 +1,7 @@
 """Checkpoints of a model of which every worker has all parameters (NO_SHARD), in the format of the shard servers.
 
 So a job may go on from its checkpoint with another strategy: servers restore a checkpoint written here, and the other
-way round. `shard.whole_model` writes and reads the values. It takes a second copy of parameters and moments while it
+way round. `shard.full_model` writes and reads the values. It takes a second copy of parameters and moments while it
 lasts.
 """
 
@@ -18,7 +18,7 @@ from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.counterpart import counterpart
 from axon_ps.parallel.fsdp.no_shard.local_optimizer import LocalOptimizer
 from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit
-from axon_ps.shard.whole_model import WholeModel
+from axon_ps.shard.full_model import FullModel
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.contents import read_attached
@@ -147,7 +147,7 @@ def save(
         StorageFull: no space left; existing files are untouched.
         CheckpointError: it could not be written; existing files are untouched.
     """
-    model = WholeModel(spec)
+    model = FullModel(spec)
     for flat in flats:
         model.set(flat.index, flat.master.detach().to("cpu", torch.float32).numpy(), version)
         if flat.trainable and moments.spec is not None:
@@ -189,7 +189,7 @@ def load(
         InvalidRequest: it lacks the model, a parameter, or has it in another shape.
         CheckpointError: it cannot be read, or is damaged; masters and moments are untouched then.
     """
-    model = WholeModel(spec)
+    model = FullModel(spec)
     section = read_manifest(uri).section(name)
     manifest = model.read(section)
     if buffers is not None:

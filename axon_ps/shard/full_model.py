@@ -1,4 +1,4 @@
-"""`WholeModel`: a model of which one process has all values, as a shard server that owns every slice has it.
+"""`FullModel`: a model of which one process has all values, as a shard server that owns every slice has it.
 
 A process without shard servers writes and reads checkpoints with it, in the format of the servers.
 """
@@ -18,7 +18,7 @@ from axon_ps.storage.manifest import Manifest
 from axon_ps.types import Array
 
 
-class WholeModel:
+class FullModel:
     """The values and moments of a model, in host memory.
 
     Args:
