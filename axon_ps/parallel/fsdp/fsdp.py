@@ -162,7 +162,10 @@ class FullyShardedDataParallel(ModuleWrapper):
         if precision.output_dtype is not None:
             output = _cast(output, precision.output_dtype)
         hooks.after_root(runtime, output)
-        return self._run(*args, **kwargs) if hooks.again(runtime) else output
+        if hooks.again(runtime):
+            del given, options, output  # the next attempt needs the memory
+            return self._run(*args, **kwargs)
+        return output
 
     @property
     def strategy(self) -> ShardingStrategy:
