@@ -108,7 +108,7 @@ def save_pretrained(
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
 
-    model.runtime.together("the directory was not written, since that failed", export)
+    model.runtime.masters.together("the directory was not written, since that failed", export)
 
 
 def _files(directory: Path) -> dict[str, Path]:

@@ -183,7 +183,7 @@ class ElasticLoader:
     def close(self) -> None:
         """Forget the batches given since the last decision, and end the loader's workers."""
         if self._is_undecided:
-            self._runtime.batch = None
+            self._runtime.accumulation.batch = None
         self._given = []
         self._again.clear()
         self._prefetched.close()
@@ -206,7 +206,8 @@ class ElasticLoader:
         given = self._again.popleft() if self._again else self._prefetched.next()
         if given is None:
             return None
-        if self._runtime.batch is not None and self._name not in self._runtime.batch.commit:
+        pending = self._runtime.accumulation.batch
+        if pending is not None and self._name not in pending.commit:
             raise Misuse(
                 "a batch of another loader is waiting for the model's step; take all that a step needs from one data "
                 "set (torch.utils.data.StackDataset makes one of several), or close() the other loader"
@@ -215,14 +216,15 @@ class ElasticLoader:
         micro = given.micro
         self._epoch = micro.before.epoch
         self.samples = self._plan.indices(micro) if micro.weight else []
-        self._runtime.begin_batch(
+        self._runtime.accumulation.begin(
             StepBatch(
                 generation=self._generation,
                 weight=micro.weight,
                 index=micro.index,
                 count=micro.count,
                 commit=encoded({self._name: self._plan.state(micro.after)}),
-            )
+            ),
+            adds=self._runtime.has_gradients,
         )
         return given
 

@@ -182,7 +182,7 @@ def broadcast_buffers(model: FullyShardedDataParallel, *, in_training_only: bool
         buffers = [] if found is None else list(found.buffers())
         if pending and found is not None and buffers and found.process_group.world_size > 1:
             replicas.broadcast(found.process_group, buffers)
-        pending = torch.is_grad_enabled() and found is not None and found.runtime.syncing
+        pending = torch.is_grad_enabled() and found is not None and found.runtime.accumulation.syncing
 
     model.register_forward_pre_hook(before_forward)
 

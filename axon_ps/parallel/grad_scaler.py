@@ -60,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
         if id(optimizer) in self._stepped:
             raise Misuse("step() was called twice; call update() after each step")
         runtime = owner_of(optimizer.param_groups).runtime
-        decides = not runtime.accumulating
+        decides = not runtime.accumulation.goes_on
         with runtime.loss_scale.stepping(self.get_scale()):
             result: Any = optimizer.step(*args, **kwargs)
         if not isinstance(result, StepResult):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 from torch import nn
@@ -40,8 +40,8 @@ class ModuleWrapper(nn.Module):
     def _wrap(self, module: nn.Module) -> None:
         """Wrap a module."""
         self.module = module
-        self._forward = _with_signature(module.forward)
         wrapper: Any = type(self)
+        self._forward = _with_signature(wrapper._run, module.forward)
         kind: Any = type(module)
         self._reported_class = _joined(wrapper, kind)
 
@@ -119,12 +119,9 @@ def _refuse(module: str, what: str) -> NoReturn:
     )
 
 
-def _with_signature(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls `_run`, with the signature and documentation of `original`, a bound method."""
-
-    def forward(self: ModuleWrapper, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
+def _with_signature(run: FunctionType, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function `run` with the signature and documentation of `original`, a bound method."""
+    forward = FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, run.__closure__)
     functools.update_wrapper(forward, original)
     try:
         signature = inspect.signature(original)

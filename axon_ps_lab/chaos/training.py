@@ -126,7 +126,7 @@ def train(world: World, recipe: Recipe, last: Callable[[], int], note: Callable[
     loader = ElasticLoader(data_of(recipe), model, batch_size=recipe.batch, seed=SEED)
     for _ in loader.epochs(1 << 40):
         for x, y in loader:
-            attempt = [model.version, model.runtime.batch.generation if model.runtime.batch else -1]
+            attempt = [model.version, batch.generation if (batch := model.runtime.accumulation.batch) else -1]
             note(attempt=attempt, samples=loader.samples, epoch=loader.epoch)
             nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
             result = optimizer.step()

@@ -1,8 +1,8 @@
 """Steps of a job in virtual time, in the runtime's order of events.
 
-Owns: the dependencies of a step's events. The rules are those of `parallel.fsdp.runtime` (Note: [Memory]),
-`parallel.fsdp.server_runtime` (Note: [Speculative gathers]), `parallel.diloco` and `shard.client.line`. When these
-change, this module must change, too; `benchmarks/simulator.py` shows a difference.
+Owns: the dependencies of a step's events. The rules are those of `parallel.fsdp.gathering` (Note: [Memory]),
+`parallel.fsdp.on_servers.speculation` (Note: [Speculative gathers]), `parallel.diloco` and `shard.client.line`. When
+these change, this module must change, too; `benchmarks/simulator.py` shows a difference.
 """
 
 from __future__ import annotations

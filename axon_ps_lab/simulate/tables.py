@@ -16,7 +16,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "local_steps")
 BUFFERS = 2
 """Buffers of the size of the largest unit, for parameters and for gradients.
 
-This is `parallel.fsdp.runtime.BUFFERS`, which cannot be imported without PyTorch.
+This is `parallel.fsdp.gathering.BUFFERS`, which cannot be imported without PyTorch.
 """
 DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 _ETHERNET, _IP_AND_TCP = 14, 52  # bytes of headers; TCP's with timestamps

@@ -90,7 +90,7 @@ def train(world: axon_ps.World, notes: Path, **how: Any) -> Values:
                 if "waits" in how and model.version == how["waits"][0]:
                     count = how.pop("waits")[1]
                     world.view.wait_members(lambda m, count=count: len(m.workers) == count, 30.0, "another joined")
-                attempt = [model.version, model.runtime.batch.generation]
+                attempt = [model.version, model.runtime.accumulation.batch.generation]
                 note(file, attempt=attempt, samples=loader.samples, epoch=loader.epoch)
                 nn.functional.mse_loss(model(x), y).backward()
                 result = optimizer.step()

@@ -52,7 +52,9 @@ def simulate() -> Values:
 
 def wait_until_requested(world: axon_ps.World, diloco: parallel.DiLoCo) -> None:
     """Another's outer step waits for this worker."""
-    world.models.client(0).view.job.wait_until(lambda: diloco._vote_requested() or None, 30.0, lambda: "nobody waits")
+    world.models.client(0).view.job.wait_until(
+        lambda: diloco._outer.vote_requested() or None, 30.0, lambda: "nobody waits"
+    )
 
 
 def train() -> dict[str, Any]:
@@ -139,7 +141,7 @@ def train_with_little_memory() -> dict[str, Any]:
         model = build()
         inner = adamw(model)
         diloco = parallel.DiLoCo(model, inner, world, inner_steps=INNER, quorum=0.6, unit_types={Block})
-        diloco._out = BufferPool(1, Meter())
+        diloco._outer.out = BufferPool(1, Meter())
         world.barrier("begin")
         result = None
         for i in range(INNER):

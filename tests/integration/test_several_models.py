@@ -150,7 +150,7 @@ def trains(uri: str, strategies: dict[str, str]) -> Any:
             info = world.restore_checkpoint(uri)
             assert info.versions == {"generator": 2, "discriminator": 2, "critic": 2, "teacher": 0, "average": 2}
         for model in job.models.values():
-            model._steps.view.wait_epoch(1)
+            model.runtime._client.view.wait_epoch(1)
         back = {name: values(model) for name, model in job.models.items()}
         one_step(world, job, 2, 2)
         again = {name: values(model) for name, model in job.models.items()}

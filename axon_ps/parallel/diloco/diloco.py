@@ -11,18 +11,9 @@ The push is an ordinary synchronous step with another meaning of gradient, so de
 checkpoints are those of every step. The average is weighted by each worker's training. Sources: Stich 2019 (local
 SGD); Douillard et al. 2023 (DiLoCo: AdamW inside, SGD with Nesterov momentum outside).
 
-Note: [Streaming]
-    Douillard et al. 2025 (Streaming DiLoCo, https://arxiv.org/abs/2501.18512) divide the module into P fragments, each
-    of which makes its outer step every H inner steps, H / P after the fragment before it. While a fragment's outer step
-    is under way, `overlap_steps` more inner steps are made. So a P-th of the parameters is sent at once, and has time.
-    `mixing` says what remains of these inner steps: Note: [Where a worker goes on] in `fragment`.
-
-    The next fragment is the same on every worker: the first of those with the fewest outer steps. So workers agree also
-    after one was lost in the middle. A worker that joins goes on where the others are: its first push is after its
-    first inner step, and the others wait for nothing else of it.
-
-Owns: the times at which fragments make their outer steps. Refuses: to touch the inner optimizer's state, which is this
-worker's own, and buffers (running statistics), which are not averaged.
+Owns: the arguments, and the user's module and inner optimizer; `OuterSteps` makes the outer steps.
+Refuses: to touch the inner optimizer's state, which is this worker's own, and buffers (running statistics), which are
+not averaged.
 """
 
 from __future__ import annotations
@@ -36,20 +27,18 @@ from torch import nn
 
 from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.collectives.work import WorkQueue
 from axon_ps.compress.compressor import Compressor
-from axon_ps.errors import GenerationChanged, InvalidRequest
-from axon_ps.host import fork
+from axon_ps.errors import InvalidRequest
 from axon_ps.observe.metrics.sources import register
-from axon_ps.parallel.diloco.fragment import UNKNOWN, Ended, Fragment, Push
+from axon_ps.parallel.diloco.fragment import Fragment
+from axon_ps.parallel.diloco.outer_steps import OuterSteps
 from axon_ps.parallel.fsdp import arguments, wrap
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.precision import MixedPrecision
-from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import LocalSteps
-from axon_ps.types import DType, Hyper, Outcome, StepResult
+from axon_ps.types import DType, Hyper, StepResult
 from axon_ps.worker.world import World, world_of
 
 _LEAST_WEIGHT = 1e-6
@@ -57,14 +46,6 @@ _LEAST_WEIGHT = 1e-6
 
 _BUFFERS = 2
 """Limit of the push buffers, in units of the largest one, if the worker waits for the outer step."""
-
-
-class _UnderWay:
-    """The outer step of a fragment that is under way."""
-
-    def __init__(self, fragment: Fragment, push: Push, ended: QueuedWork[Ended]) -> None:
-        self.fragment, self.push, self.ended = fragment, push, ended
-        self.steps = 0  # inner steps since it began
 
 
 class DiLoCo:
@@ -84,7 +65,7 @@ class DiLoCo:
         nesterov: True if that momentum is Nesterov's.
         wire_dtype: form in which pseudo-gradients are sent: a dtype, or a compressor or its name, with error feedback.
         param_wire_dtype: form in which parameters are sent: torch.float32, or a compressor or its name.
-        fragments: number of fragments, P; see Note: [Streaming]. Units are dealt to them one by one.
+        fragments: number of fragments, P; see `outer_steps`, Note: [Streaming]. Units are dealt to them one by one.
         overlap_steps: inner steps that are made while an outer step is under way; fewer than H / P.
         mixing: from 0 to 1, alpha of Streaming DiLoCo's Algorithm 2: after an outer step during which inner steps were
             made, parameters are mixing * local + (1 - mixing) * new. That damps the outer momentum, and is better
@@ -152,17 +133,8 @@ class DiLoCo:
         self.model = model
         self.inner_optimizer = inner_optimizer
         self.inner_steps = inner_steps
-        self.outer_lr = outer_lr
-        self._outer = {"momentum": outer_momentum, "nesterov": float(nesterov)}
         self._group = group
-        self._interval = self._left = inner_steps // fragments  # inner steps between pushes, and to the next one
-        self._overlap_steps = overlap_steps
-        self._mixing = mixing
-        self._under_way: _UnderWay | None = None
-        self._counters = {
-            "inner_steps": 0.0, "inner_steps_committed": 0.0, "outer_steps_committed": 0.0,
-            "outer_steps_not_committed": 0.0, "outer_steps_due": 0.0, "pulls": 0.0, "rebases": 0.0,
-        }  # fmt: skip
+        outer: Hyper = {"momentum": outer_momentum, "nesterov": float(nesterov)}
         kinds = arguments.understood("unit_types", unit_types)
         divided = _divided(wrap.partition(model, lambda child: isinstance(child, kinds)), fragments)
         pinned = any(p.device.type == "cuda" for p in model.parameters())
@@ -186,25 +158,29 @@ class DiLoCo:
                 Fragment(world, spec, units, each, pinned=pinned)
                 for spec, units, each in zip(specs, divided, called, strict=True)
             ]
-            for fragment in self._fragments:
-                fragment.register(model, self._hyper())
+            numel = [w.unit.numel for fragment in self._fragments for w in fragment.units]
+            buffer_bytes = _BUFFERS * max(numel) * precision.grad.itemsize
+            if overlap_steps:
+                buffer_bytes = max(fragment.nbytes for fragment in self._fragments)
             self._meter = Meter()
-            self._out = BufferPool(self._buffer_bytes(), self._meter, pinned=pinned)
-            self._queue = WorkQueue("axon-ps-diloco")
-            fork.finalize(self, self._queue.close, 0.0)
+            self._outer = OuterSteps(
+                self.name,
+                group,
+                self._fragments,
+                inner_steps // fragments,
+                overlap_steps,
+                mixing,
+                BufferPool(buffer_bytes, self._meter, pinned=pinned),
+                inner_optimizer,
+                outer_lr,
+                outer,
+            )
+            for fragment in self._fragments:
+                fragment.register(model, self._outer.hyper)
             register("diloco", self)
             self.pull()
         if (fragments > 1 or overlap_steps) and any(fragment.now[1] for fragment in self._fragments):
-            self._left = 1  # it joins others; see Note: [Streaming]
-
-    def _buffer_bytes(self) -> int:
-        if self._overlap_steps:
-            return max(fragment.nbytes for fragment in self._fragments)
-        numel = max(wrapped.unit.numel for fragment in self._fragments for wrapped in fragment.units)
-        return _BUFFERS * numel * self.spec.precision.grad.itemsize
-
-    def _hyper(self) -> Hyper:
-        return {"lr": float(self.outer_lr), **self._outer}
+            self._outer.left = 1  # it joins others; see `outer_steps`, Note: [Streaming]
 
     # ------------------------------------------------------------------ steps
 
@@ -235,27 +211,13 @@ class DiLoCo:
             raise InvalidRequest(
                 f"the weight of a step is {weight}; it must be 0, or from {_LEAST_WEIGHT:g} to {1 / _LEAST_WEIGHT:g}"
             )
-        if (caught_up := self._catch_up()) is not None:
+        if (caught_up := self._outer.catch_up()) is not None:
             return caught_up
         if closure is None:
             self.inner_optimizer.step()
         else:
             self.inner_optimizer.step(closure)
-        self._counters["inner_steps"] += 1
-        for fragment in self._fragments:
-            fragment.weight += weight / self.inner_steps
-        self._left -= 1
-        result, requested = None, self._left > 0 and self._vote_requested()
-        if (under_way := self._under_way) is not None:
-            under_way.steps += 1
-            if requested or under_way.steps >= self._overlap_steps:
-                result = self._end()
-        if (requested or self._left <= 0) and self._under_way is None:
-            self._counters["outer_steps_due"] += requested
-            self._begin(self._next())
-            if not self._overlap_steps:
-                result = self._end()
-        return result
+        return self._outer.advance(weight)
 
     def outer_step(self) -> StepResult:
         """Push a fragment's progress since its last sync and take the result; `step` does so when it is time.
@@ -264,28 +226,7 @@ class DiLoCo:
         Progress that was not made by `step` counts as that of `inner_steps` steps. Results and errors are those of
         `step`.
         """
-        if self._under_way is not None:
-            self._end()
-        fragment = self._next()
-        fragment.weight = fragment.weight or 1.0
-        if (caught_up := self._catch_up()) is not None:
-            return caught_up
-        self._begin(fragment)
-        return self._end()
-
-    def _next(self) -> Fragment:
-        """Return the fragment whose outer step is next; see Note: [Streaming]."""
-        return min(self._fragments, key=lambda f: f.steps.view.latest_version)
-
-    def _vote_requested(self) -> bool:
-        """Return True if a quorum waits for this worker in an outer step that it has not begun."""
-        fragment = self._next()
-        if (begun := fragment.begun) is not None and fragment.steps.attempt == (
-            begun.ticket.generation,
-            begun.ticket.step,
-        ):
-            return False
-        return fragment.steps.vote_requested
+        return self._outer.make()
 
     def sync(self) -> list[StepResult]:
         """Make an outer step of every fragment trained since its last, so that the parameters have all progress.
@@ -299,59 +240,7 @@ class DiLoCo:
         Raises:
             Timeout: a worker did not come, or no decision.
         """
-        while True:
-            try:
-                left = self._left_to_sync()
-                break
-            except GenerationChanged:
-                continue  # the members changed while they agreed
-        results = []
-        for fragment in left:
-            self._catch_up()
-            self._begin(fragment)
-            results.append(self._end())
-        for fragment in self._fragments:
-            if not fragment.weight:
-                fragment.to_anchor()
-        return results
-
-    def _left_to_sync(self) -> list[Fragment]:
-        """Return the fragments that any worker has trained since their last outer step; none is under way then.
-
-        Raises:
-            GenerationChanged: the members changed meanwhile.
-        """
-        self._end_open()
-        weights = [fragment.weight for fragment in self._fragments]
-        trained = zip(*self._gather_json("weights", weights), strict=True)
-        return [fragment for fragment, by_worker in zip(self._fragments, trained, strict=True) if any(by_worker)]
-
-    def _end_open(self) -> None:
-        """End the outer step that is under way on any worker, unless others have ended it, and this worker's.
-
-        A worker that has not begun it takes part. A worker whose outer step is over for another only gets its result.
-
-        Raises:
-            GenerationChanged: the members changed meanwhile.
-        """
-        self._catch_up()
-        mine = None
-        if (under_way := self._under_way) is not None:
-            ticket = under_way.push.ticket
-            mine = [self._fragments.index(under_way.fragment), [ticket.generation, ticket.step]]
-        answers = self._gather_json("open", [[list(fragment.steps.attempt) for fragment in self._fragments], mine])
-        newest = [max(known) for known in zip(*(attempts for attempts, _ in answers), strict=True)]
-        opened = next((one for _, one in answers if one is not None and one[1] == newest[one[0]]), None)
-        if mine is not None and mine != opened:
-            self._end()
-        if opened is not None:
-            if self._under_way is None:
-                self._begin(self._fragments[opened[0]])
-            self._end()
-
-    def _gather_json(self, what: str, value: Any) -> list[Any]:
-        """Return the report of each worker, by rank."""
-        return world_of(self._group).gather_json(value, name=f"axon_ps/diloco/{self.name}/{what}")
+        return self._outer.make_rest()
 
     def pull(self) -> None:
         """Take the servers' values; the local progress since the last sync is lost, and an outer step under way too.
@@ -361,60 +250,7 @@ class DiLoCo:
 
         After an error: some fragments may have the servers' values; the next `step` pulls the others.
         """
-        if (under_way := self._under_way) is not None:
-            under_way.ended.cancel()
-            self._under_way = None
-        for fragment in self._fragments:
-            fragment.synced = UNKNOWN
-        for fragment in self._fragments:
-            fragment.move(*fragment.gather(), None)
-        self._left = self._interval
-        self._counters["pulls"] += 1
-
-    def _catch_up(self) -> StepResult | None:
-        """Take the changes that the job made without this worker; return a result if it had to pull."""
-        busy = None if self._under_way is None else self._under_way.fragment
-        moved = [f for f in self._fragments if f is not busy and f.synced != f.now]
-        if any(f.synced[0] != f.now[0] for f in moved):
-            before = sum(fragment.synced[1] for fragment in self._fragments)
-            self.pull()
-            self._counters["outer_steps_not_committed"] += 1
-            reason = f"the job went from version {before} to {self.version} without this worker; it pulled"
-            return StepResult(committed=False, version=self.version, grad_norm=0.0, reason=reason)
-        for fragment in moved:
-            at, values = fragment.gather()
-            known = fragment.begun is None  # else the last push may be among the changes
-            fragment.move(at, values, fragment.anchor if known else None)
-            self._counters["rebases" if known else "pulls"] += 1
-        return None
-
-    def _begin(self, fragment: Fragment) -> None:
-        """Begin the outer step of a fragment."""
-        push, hyper = fragment.push(self._out), self._hyper()
-        ended = self._queue.submit(lambda: fragment.end(push, hyper))
-        self._under_way = _UnderWay(fragment, push, QueuedWork(ended, f"an outer step of {fragment.name}"))
-        self._left = self._interval
-
-    def _end(self) -> StepResult:
-        """Wait for the outer step that is under way, and take its result."""
-        assert self._under_way is not None
-        under_way, self._under_way = self._under_way, None
-        fragment, push = under_way.fragment, under_way.push
-        ended = under_way.ended.wait()
-        decision, fragment.begun = ended.decision, None
-        committed = ended.values is not None and ended.at[0] == fragment.synced[0]  # and not restored since
-        if committed:
-            fragment.take(push, ended, self._mixing if under_way.steps and not push.repeated else None)
-            self._counters["inner_steps_committed"] += push.weight * self._interval  # a fragment is one of several
-        elif decision.outcome is Outcome.SKIP and not push.finite:
-            for each in self._fragments:
-                each.to_anchor()
-                each.weight = 0.0
-            self.inner_optimizer.state.clear()
-        self._counters["outer_steps_committed" if committed else "outer_steps_not_committed"] += 1
-        return StepResult(
-            committed=committed, version=self.version, grad_norm=decision.grad_norm, reason=decision.reason
-        )
+        self._outer.pull()
 
     # ------------------------------------------------------------------ values and counters
 
@@ -438,6 +274,15 @@ class DiLoCo:
                     param.copy_(value)
 
     @property
+    def outer_lr(self) -> float:
+        """Learning rate of the coming outer step; the same on every worker."""
+        return self._outer.lr
+
+    @outer_lr.setter
+    def outer_lr(self, lr: float) -> None:
+        self._outer.lr = lr
+
+    @property
     def spec(self) -> JobSpec:
         """The spec with which the model, or its first fragment, was registered."""
         return self._fragments[0].spec
@@ -445,15 +290,15 @@ class DiLoCo:
     @property
     def version(self) -> int:
         """Committed outer steps of all fragments, as this worker knows it."""
-        return sum(fragment.steps.view.latest_version for fragment in self._fragments)
+        return self._outer.version
 
     def release(self) -> None:
         """Release as `FullyShardedDataParallel.release`; the module retains its values, and is like any other."""
-        self._end_open()
+        self._outer.end_open()
         world_of(self._group).barrier("axon_ps/release")
         for fragment in self._fragments:
             world_of(self._group).models.release(fragment.steps)
-        self._queue.close(0.0)
+        self._outer.close()
 
     def statistics(self) -> dict[str, float]:
         """Return inner and outer steps, pulls, bytes of the copy at the last sync; the data plane's are `wire_*`.
@@ -466,7 +311,7 @@ class DiLoCo:
             for key, value in fragment.steps.statistics().items():
                 totals[f"wire_{key}"] = totals.get(f"wire_{key}", 0.0) + value
         return {
-            **self._counters,
+            **self._outer.counters,
             "anchor_bytes": float(sum(a.nbytes for fragment in self._fragments for a in fragment.anchor)),
             "peak_push_buffer_bytes": float(self._meter.peak_bytes),
             **totals,

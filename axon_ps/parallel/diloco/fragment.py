@@ -54,7 +54,7 @@ UNKNOWN: Position = (-1, -1)
 
 
 @dataclass(kw_only=True)
-class Push:
+class OuterPush:
     """An outer step of a fragment that this worker has begun.
 
     Attributes:
@@ -75,7 +75,7 @@ class Push:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class OuterResult:
     """The end of an outer step.
 
     Attributes:
@@ -120,7 +120,7 @@ class Fragment:
         self.steps: StepClient
         self.synced = UNKNOWN
         self.weight = 0.0
-        self.begun: Push | None = None
+        self.begun: OuterPush | None = None
         self.anchor = self._new_values()
 
     def register(self, module: nn.Module, hyper: Hyper) -> None:
@@ -145,7 +145,7 @@ class Fragment:
 
     # ------------------------------------------------------------------ an outer step
 
-    def push(self, out: BufferPool) -> Push:
+    def push(self, out: BufferPool) -> OuterPush:
         """Begin an outer step: push weight * (anchor - parameters). Without a weight there is nothing to push.
 
         After an error: `begun` has the outer step. The same attempt is begun again with the same numbers, of which the
@@ -154,7 +154,7 @@ class Fragment:
         ticket = self.steps.ticket(self.synced)
         if self.begun is None or self.begun.ticket != ticket:
             sent = [self._local(wrapped) if wrapped.unit.trainable else None for wrapped in self.units]
-            self.begun = Push(ticket=ticket, sent=sent, weight=self.weight)
+            self.begun = OuterPush(ticket=ticket, sent=sent, weight=self.weight)
         else:
             self.begun.repeated = True
         begun, push = self.begun, self.steps.gradients.push
@@ -174,7 +174,7 @@ class Fragment:
             begun.works.append(push(index, array_of(buffer, self._wire), ticket, partial(out.give, buffer)))
         return begun
 
-    def end(self, push: Push, hyper: Hyper) -> Ended:
+    def end(self, push: OuterPush, hyper: Hyper) -> OuterResult:
         """Vote for a push, wait for the decision, and gather the resulting parameters.
 
         Raises:
@@ -186,11 +186,11 @@ class Fragment:
         if decision.outcome is Outcome.ABORT:
             self.steps.view.job.wait_complete()
         if decision.outcome is not Outcome.COMMIT:
-            return Ended(decision=decision)
+            return OuterResult(decision=decision)
         at, values = self.gather()
-        return Ended(decision=decision, at=at, values=values)
+        return OuterResult(decision=decision, at=at, values=values)
 
-    def take(self, push: Push, ended: Ended, mixing: float | None) -> None:
+    def take(self, push: OuterPush, ended: OuterResult, mixing: float | None) -> None:
         """Go on from the result of an outer step; see Note: [Where a worker goes on]."""
         assert ended.values is not None
         self.move(ended.at, ended.values, push.sent, mixing)

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 import torch
 
-from axon_ps import errors
 from axon_ps.data.elastic import Coordinates
-from axon_ps.errors import AxonError, Disagreement, InvalidRequest
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit
+from axon_ps.parallel.fsdp.masters import Masters
 from axon_ps.parallel.fsdp.steps import Position, StepStatus
 from axon_ps.parallel.fsdp.tensors.sent_gradients import SentGradients
 from axon_ps.parallel.wrapper import Uncopied
@@ -23,14 +22,12 @@ from axon_ps.worker.checkpoints import CheckpointInfo
 
 LOAD_FAILED: Final = "the checkpoint was not loaded, since that failed"
 
-_LONGEST: Final = 2000
-"""Most characters of an error that are sent to the other workers."""
-
 
 class AbstractRuntime(Uncopied):
     """The methods of a runtime, beside the order of events."""
 
     sent: SentGradients
+    masters: Masters
 
     @property
     def now(self) -> Position:
@@ -93,46 +90,6 @@ class AbstractRuntime(Uncopied):
         """Give a unit's complete gradient to the other replicas."""
         raise NotImplementedError
 
-    def masters(self) -> Iterator[torch.Tensor]:
-        """Yield units' values, f32[unit_numel], in layout order; see `FullyShardedDataParallel.full_parameters`."""
-        raise NotImplementedError
-
-    def replace(self, values: Iterator[torch.Tensor]) -> None:
-        """Give every unit other values, f32[unit_numel], in layout order; those of the worker of lowest rank count."""
-        raise NotImplementedError
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return a small value of every worker that has the model, in rank order; collective."""
-        raise NotImplementedError
-
-    def together(self, failed: str, perform: Callable[[], Any]) -> list[Any]:
-        """Return small values that `perform` gives, in rank order, once it has ended on all workers; collective.
-
-        Args:
-            failed: beginning of the message that the others get if it fails on one.
-            perform: the part of each worker.
-
-        Raises:
-            Exception: `perform` raised it here.
-            Disagreement: the error of another worker blames the arguments that were given there.
-            AxonError: it failed on another worker by an error of this class.
-        """
-        value, problem = None, None
-        try:
-            value = perform()
-        except Exception as error:
-            problem = error
-        kind, text = ("", "") if problem is None else (type(problem).__name__, str(problem)[:_LONGEST])
-        try:
-            answers = self.gather({"value": value, "error": kind, "text": text})
-        finally:
-            if problem is not None:
-                raise problem
-        if failures := {rank: answer for rank, answer in enumerate(answers) if answer["error"]}:
-            names = "; ".join(f"rank {rank}: {a['error']}: {a['text']}" for rank, a in failures.items())
-            raise _error_of_another(next(iter(failures.values()))["error"])(f"{failed} on {names}")
-        return [answer["value"] for answer in answers]
-
     def save(
         self,
         uri: str,
@@ -173,11 +130,3 @@ class AbstractRuntime(Uncopied):
     def optimizer_bytes(self) -> int | None:
         """Memory of the state of our optimizer on this worker; None = there is none here."""
         return None
-
-
-def _error_of_another(name: str) -> type[AxonError]:
-    """Return the class of error to raise here when another worker raised an error of this name."""
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, AxonError) and not issubclass(kind, InvalidRequest):
-        return kind
-    return Disagreement

@@ -1,39 +1,142 @@
-"""The parts of a wrapped model, by its strategy: first values, units, sources of parameters, the runtime.
+"""The parts of a wrapped model, by its strategy: options, first values, units, sources of parameters, the runtime.
 
 Only this module knows the source and the runtime of each strategy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from axon_ps.collectives.functional import current_group
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork
-from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
+from axon_ps.parallel.checkpoints.buffers import ModuleBuffers, ServedBuffers
 from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.fsdp import materialize, wrap
+from axon_ps.parallel.fsdp.arguments import Arguments
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
-from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
+from axon_ps.parallel.fsdp.gathering import BUFFERS
+from axon_ps.parallel.fsdp.hybrid.node import NodeRuntime, NodeSteps
 from axon_ps.parallel.fsdp.hybrid.node_groups import WorldNodeGroups
-from axon_ps.parallel.fsdp.hybrid.node_runtime import NodeRuntime
 from axon_ps.parallel.fsdp.memory import BufferPool, host_empty
 from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime
 from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit
-from axon_ps.parallel.fsdp.runtime import BUFFERS
-from axon_ps.parallel.fsdp.server_runtime import ServerRuntime
+from axon_ps.parallel.fsdp.on_servers.server_runtime import ServerRuntime
+from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, NodeSource, ParameterSource, RemoteSource
-from axon_ps.parallel.fsdp.strategy import ShardingStrategy
+from axon_ps.parallel.fsdp.strategy import ShardingStrategy, check_sub_group, checked_node_size, checked_policy
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
+from axon_ps.sharding.partitions import even_options
+from axon_ps.sharding.plan import default_options
 from axon_ps.worker.steps.client import StepClient
-from axon_ps.worker.world import world_of
+from axon_ps.worker.world import World, world_of
 
 WrappedUnits: TypeAlias = tuple[wrap.WrappedUnit, ...]
 Init: TypeAlias = Callable[[nn.Module], None] | None
+
+
+@contextmanager
+def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[tuple[Wrapping, WrappedUnits]]:
+    """Check the arguments against each other and the job; give the options, and the units of the module.
+
+    No other model of this process gets the model's name as long as the context lasts, and later only if it was
+    registered.
+
+    Raises:
+        Misuse, InvalidRequest: as of `FullyShardedDataParallel`.
+    """
+    module, strategy, mixed, group = given.module, given.sharding_strategy, given.mixed_precision, current_group(group)
+    if not group.is_world and len(group.ranks) != world_of(group).world_size:  # it may change at any moment
+        check_sub_group(len(group.ranks), world_of(group).world_size, strategy)
+    world = world_of(group)
+    replicated = strategy is ShardingStrategy.NO_SHARD
+    policy = checked_policy(given.policy, strategy, given.cpu_offload)
+    node_size = checked_node_size(given.intra_node_size, strategy, world.membership.workers)
+    wrap.refuse_wrapped(module, "FSDP")
+    wrap.refuse_sparse(module, given.ignored_parameters)
+    is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
+    wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
+    wrap.refuse_shared_memory(module, wrapped_units)
+    built = wrap.widest_dtype(wrapped_units)
+    layout = wrap.layout_of(wrapped_units)
+    precision = mixed.wire(built)
+    if replicated and (precision.param_compression or precision.grad_compression):
+        raise InvalidRequest(
+            "NO_SHARD moves nothing to the shard servers that could be compressed; give MixedPrecision dtypes, or "
+            "use DistributedDataParallel with a compressing communication hook"
+        )
+    spec = JobSpec(
+        layout=layout,
+        precision=precision,
+        options=given.plan_options or even_options(layout, world.num_shards, node_size, default_options(precision)),
+        replica_is_node=strategy is ShardingStrategy.HYBRID_SHARD,
+        policy=policy,
+        model=type(module).__qualname__,
+    )
+    with ExitStack() as stack:
+        name = given.name
+        if not replicated:
+            name = stack.enter_context(world.models.names.claiming(name, spec.described))
+        wrapping = Wrapping(
+            group=group,
+            strategy=strategy,
+            offload=given.cpu_offload,
+            precision=mixed,
+            spec=spec,
+            name=name or "",
+            device=given.device or _device_of(wrapped_units),
+            built=built,
+            node_size=node_size,
+            prefetch=given.prefetch,
+        )
+        yield wrapping, wrapped_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """The parts of a wrapped model.
+
+    Attributes:
+        runtime: its runtime.
+        buffer_dtypes: by name, the dtypes in which buffers were built, if they compute in another one.
+        served_buffers: its buffers on the servers, if it has any there.
+    """
+
+    runtime: Runtime
+    buffer_dtypes: Mapping[str, torch.dtype]
+    served_buffers: ServedBuffers | None
+
+
+def made(wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, init: Init, wrapper: nn.Module) -> Made:
+    """Register a model or join its broadcast, and make its parts; what they start ends with `wrapper`."""
+    materialize.make_buffers(module, init, wrapping.device)
+    buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype)
+    buffers = ModuleBuffers(module, buffer_dtypes)
+    served: ServedBuffers | None = None
+    runtime: Runtime
+    if wrapping.replicated:
+        values = broadcast_values(wrapping, module, wrapped_units, init, buffers)
+        runtime = replicated_runtime(wrapping, module, materialize.replace_meta(module, wrapped_units), values)
+    else:
+        world = world_of(wrapping.group)
+        if any(True for _ in module.buffers()):
+            served = ServedBuffers(world, wrapping.name, buffers)
+        client = materialize.register(world, wrapping.spec, wrapping.name, module, wrapped_units, init, served)
+        runtime = server_runtime(wrapping, module, materialize.replace_meta(module, wrapped_units), client, wrapper)
+    runtime.buffers = buffers
+    if served is not None:
+        runtime.on_commit = served.offer
+    return Made(runtime=runtime, buffer_dtypes=buffer_dtypes, served_buffers=served)
 
 
 def broadcast_values(
@@ -146,3 +249,10 @@ def _module_units(module: nn.Module, wrapped_units: WrappedUnits, flats: Sequenc
     for unit in units.values():
         unit.expected = 0 if unit.trainable is None else len(unit.trainable.params)
     return list(units.values())
+
+
+def _device_of(wrapped_units: tuple[wrap.WrappedUnit, ...]) -> torch.device:
+    devices = {p.device for wrapped in wrapped_units for p in wrapped.params if not p.is_meta}
+    if len(devices) > 1:
+        raise InvalidRequest(f"the module is spread over {sorted(map(str, devices))}; move it to one device first")
+    return devices.pop() if devices else torch.device("cpu")

@@ -32,6 +32,13 @@ Note: [States of a unit]
     The values on their way are one `PendingGather`. If another version of a unit is needed before a step is decided,
     the unit drops the values of that step, which cannot commit any more.
 
+Note: [Views that outlive their unit]
+    A forward may return a view of a parameter (`return self.pe[:n]`, `Normal(mu, self.std)`, `weight.detach()`), and
+    the program reads it later. To free memory under a view would end the process. So memory that has other holders
+    than the unit is left to them, and the unit gets other memory with its next values. The view has its values for as
+    long as they are current, as in torch. Once the unit has others, the view is filled with NaN, since torch would show
+    the new ones there.
+
 A unit gathers *directly* into `flat` when the wire dtype is the compute dtype and the memory is of the same kind; else
 into a buffer that `unshard` copies (and casts) from. The buffer is in host memory, but under HYBRID_SHARD on GPUs. A
 direct gather overwrites `flat`, also if the unit is resident: when a step is aborted, it is gathered once more.
@@ -48,17 +55,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from axon_ps.collectives import cuda
-from axon_ps.errors import AxonError, InternalError, InvalidRequest, Misuse, StepAborted
+from axon_ps.errors import AxonError, InternalError, Misuse, StepAborted
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.steps import Mapped, Position
 from axon_ps.parallel.fsdp.tensors import saved_tensors
-from axon_ps.parallel.fsdp.tensors.outliving import Outliving, holders
-from axon_ps.parallel.fsdp.tensors.sharded_parameter import become, own_grad, set_own_data, set_own_grad, states_of
-from axon_ps.parallel.fsdp.wrap import Slot, Tree, WrappedUnit, Wrapping, sparse_gradient
-from axon_ps.parallel.precision import scale_into
+from axon_ps.parallel.fsdp.tensors.sharded_parameter import become, set_own_data, states_of
+from axon_ps.parallel.fsdp.tensors.unit_gradients import UnitGradients
+from axon_ps.parallel.fsdp.wrap import Slot, Tree, WrappedUnit, Wrapping
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -95,6 +101,38 @@ _TRANSITIONS = {
 }
 
 
+def _holders(storage: torch.UntypedStorage) -> int:
+    """Return the number of tensors and other objects that have this memory."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+class Outliving:
+    """The memory of one unit that was left to others; see Note: [Views that outlive their unit].
+
+    Args:
+        dtype: the dtype of its values.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._left: list[tuple[Position | None, StorageWeakRef]] = []
+
+    def leave(self, storage: torch.UntypedStorage, at: Position | None) -> None:
+        """Leave this memory, with values of this step, to its other holders."""
+        self._left.append((at, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
+
+    def expire(self, at: Position | None) -> None:
+        """Fill memory that was left with NaN, if its values are of another step than the unit's now."""
+        for storage in [self._alive(ref) for left, ref in self._left if left != at]:
+            if storage is not None:
+                torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage).fill_(float("nan"))
+        self._left = [(left, ref) for left, ref in self._left if left == at and self._alive(ref) is not None]
+
+    @staticmethod
+    def _alive(ref: StorageWeakRef) -> torch.UntypedStorage | None:
+        return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+
+
 class FlatUnit:
     """One unit of the layout in this worker's memory.
 
@@ -109,6 +147,7 @@ class FlatUnit:
         state: see Note: [States of a unit].
         unit: its layout.
         params: its parameters, in layout order.
+        grads: their gradients.
         nbytes: memory of `flat`.
         wire: the dtype of gathered values.
         wire_bytes: memory of the unit in that dtype.
@@ -154,8 +193,8 @@ class FlatUnit:
         self._set_flat(torch.empty(unit.numel, dtype=dtype, device=device))
         self.nbytes = self.flat.nbytes
         self._free_flat()  # the parameters' own values are dropped
-        self.stage_device = torch.device("cpu") if wrapping.offload.stages_grads else wrapping.device
-        self._staged: list[torch.Tensor | None] = [None] * len(self.params)
+        stage_device = torch.device("cpu") if wrapping.offload.stages_grads else wrapping.device
+        self.grads = UnitGradients(unit, self.params, self.flat.device, stage_device)
         self.repeated = 0  # gathers that were begun again, since the one under way was of no use
         self._versions: list[int] = []  # autograd's counts of changes in place, when the parameters became readable
 
@@ -362,78 +401,6 @@ class FlatUnit:
             self._free_flat(at)
             self._meter.add(-self.nbytes)
 
-    # ------------------------------------------------------------------ gradients
-
-    def stage_grads(self) -> None:
-        """Move the gradients of the parameters to f32, adding to those there; on the host under CPUOffload.FULL."""
-        for i, param in enumerate(self.params):
-            if (grad := own_grad(param)) is not None:
-                set_own_grad(param, None)
-                self._check_dense(i, grad)
-                staged = self._staged[i]
-                if staged is None:
-                    self._staged[i] = grad.to(self.stage_device, torch.float32, copy=True)
-                else:
-                    staged.add_(grad.to(self.stage_device))
-
-    def multiply_grads(self, factor: float) -> None:
-        """Multiply the gradients by a number; 0 drops them, whatever they are."""
-        if not factor:
-            self.pop_grads()
-            return
-        for grad in (*map(own_grad, self.params), *self._staged):
-            if grad is not None:
-                grad.mul_(factor)
-
-    def pop_grads(self) -> list[torch.Tensor | None]:
-        """Take the gradients from the parameters, with those staged on the host added."""
-        grads: list[torch.Tensor | None] = []
-        for i, param in enumerate(self.params):
-            grad = own_grad(param)
-            set_own_grad(param, None)
-            staged, self._staged[i] = self._staged[i], None
-            if staged is not None and grad is not None:
-                staged.add_(grad.to(self.stage_device))
-            grads.append(grad if staged is None else staged)
-        return grads
-
-    def drop_staged(self) -> None:
-        """Forget the staged gradients."""
-        self._staged = [None] * len(self.params)
-
-    def pack_grads(self, out: torch.Tensor, scale: float) -> list[bool]:
-        """Take the gradients from the parameters: out: T[unit_numel] becomes `scale` times them, 0 if there is none.
-
-        Those in device memory are assembled there, so that one copy goes to the host.
-
-        Returns:
-            By parameter, True if it had a gradient.
-        """
-        grads, memory, packed = self.pop_grads(), cuda.memory(), out
-        if not memory.is_on_device(out) and any(g is not None and memory.is_on_device(g) for g in grads):
-            packed = torch.empty_like(out, device=self.flat.device)
-        with torch.no_grad():
-            for i, (spec, grad) in enumerate(zip(self.unit.parameters, grads, strict=True)):
-                self._check_dense(i, grad)
-                scale_into(packed[spec.offset : spec.end].view(spec.shape), grad, scale)
-            if packed is not out:
-                out.copy_(packed)
-        return [grad is not None for grad in grads]
-
-    def _check_dense(self, index: int, grad: torch.Tensor | None) -> None:
-        if grad is not None and grad.layout != torch.strided:
-            raise InvalidRequest(sparse_gradient(self.unit.parameters[index].name, str(grad.layout)))
-
-    @property
-    def has_grads(self) -> bool:
-        """True if any parameter has a gradient, here or on the host."""
-        return any(own_grad(p) is not None for p in self.params) or any(s is not None for s in self._staged)
-
-    @property
-    def staged_bytes(self) -> int:
-        """Memory of the gradients that are staged on the host."""
-        return sum(s.nbytes for s in self._staged if s is not None)
-
     # ------------------------------------------------------------------ parameters
 
     def _set_flat(self, flat: torch.Tensor) -> None:
@@ -442,7 +409,7 @@ class FlatUnit:
         if self.sharded or self.swapped:
             saved_tensors.belongs(self._storage, self)
         self._views = [flat[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
-        self._holders = holders(self._storage)
+        self._holders = _holders(self._storage)
 
     def _free_flat(self, at: Position | None = None) -> None:
         self._nan.fill_(float("nan"))  # the program may have written to it
@@ -451,7 +418,7 @@ class FlatUnit:
         if self._mapped is not None:
             self._mapped.discard_writes()
             return
-        if holders(self._storage) > self._holders:  # see Note: [Views that outlive their unit]
+        if _holders(self._storage) > self._holders:  # see Note: [Views that outlive their unit]
             self._outliving.leave(self._storage, at)
             self._set_flat(torch.empty_like(self.flat))
         self._storage.resize_(0)

@@ -6,44 +6,38 @@ that one server owns), *replica* (the source of one gradient per step), *version
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
-from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.observe.metrics.sources import register
-from axon_ps.parallel.checkpoints import buffers
-from axon_ps.parallel.fsdp import arguments, build, hooks, materialize, stats, wrap
+from axon_ps.parallel.checkpoints import groups, own_state
+from axon_ps.parallel.fsdp import arguments, build, hooks, stats
+from axon_ps.parallel.fsdp.forwards import check_idle
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
-from axon_ps.parallel.fsdp.strategy import (
-    CPUOffload,
-    ShardingStrategy,
-    check_sub_group,
-    checked_node_size,
-    checked_policy,
-)
+from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.fsdp.tensors.sent_gradients import Home, PendingNorm
-from axon_ps.parallel.fsdp.values import ShardedValues
-from axon_ps.parallel.fsdp.wrap import Wrapping
+from axon_ps.parallel.fsdp.values import WrappedValues
 from axon_ps.parallel.precision import MixedPrecision
+from axon_ps.parallel.wrapper import ModuleWrapper
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.partitions import even_options
-from axon_ps.sharding.plan import PlanOptions, default_options
+from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Policy
 from axon_ps.texts import value_of_json
 from axon_ps.types import StepResult
-from axon_ps.worker.world import World, world_of
+from axon_ps.worker.checkpoints import CheckpointInfo
+from axon_ps.worker.world import World
 
 
-class FullyShardedDataParallel(ShardedValues):
+class FullyShardedDataParallel(ModuleWrapper):
     """Wrap a module so that its parameters and optimizer state live on the shard servers of the job.
 
     Use it like the module. Parameters are gathered before a unit's forward and backward and freed after; gradients are
@@ -92,6 +86,8 @@ class FullyShardedDataParallel(ShardedValues):
     After an error: the module may have lost its values; build it again.
     """
 
+    _missing = 0  # names that `load_state_dict()` of a module around this one found missing
+
     def __init__(
         self,
         module: nn.Module,
@@ -128,88 +124,17 @@ class FullyShardedDataParallel(ShardedValues):
             policy=policy,
             name=name,
         )
-        strategy, mixed, group = given.sharding_strategy, given.mixed_precision, current_group(group)
-        if not group.is_world and len(group.ranks) != world_of(group).world_size:  # it may change at any moment
-            check_sub_group(len(group.ranks), world_of(group).world_size, strategy)
-        world = world_of(group)
-        replicated = strategy is ShardingStrategy.NO_SHARD
-        policy = checked_policy(given.policy, strategy, given.cpu_offload)
-        node_size = checked_node_size(given.intra_node_size, strategy, world.membership.workers)
-        wrap.refuse_wrapped(module, "FSDP")
-        wrap.refuse_sparse(module, given.ignored_parameters)
-        is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
-        wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
-        wrap.refuse_shared_memory(module, wrapped_units)
-        built = wrap.widest_dtype(wrapped_units)
-        layout = wrap.layout_of(wrapped_units)
-        precision = mixed.wire(built)
-        if replicated and (precision.param_compression or precision.grad_compression):
-            raise InvalidRequest(
-                "NO_SHARD moves nothing to the shard servers that could be compressed; give MixedPrecision dtypes, or "
-                "use DistributedDataParallel with a compressing communication hook"
-            )
-        spec = JobSpec(
-            layout=layout,
-            precision=precision,
-            options=plan_options or even_options(layout, world.num_shards, node_size, default_options(precision)),
-            replica_is_node=strategy is ShardingStrategy.HYBRID_SHARD,
-            policy=policy,
-            model=type(module).__qualname__,
-        )
-        with contextlib.ExitStack() as stack:
-            if not replicated:
-                name = stack.enter_context(world.models.names.claiming(name, spec.described))
-            self._wrapping = Wrapping(
-                group=group,
-                strategy=strategy,
-                offload=given.cpu_offload,
-                precision=mixed,
-                spec=spec,
-                name=name or "",
-                device=given.device or _device_of(wrapped_units),
-                built=built,
-                node_size=node_size,
-                prefetch=prefetch,
-            )
-            self._make(module, wrapped_units, param_init_fn)
-
-    # ------------------------------------------------------------------ wrapping
-
-    def _make(self, module: nn.Module, wrapped_units: build.WrappedUnits, init: build.Init) -> None:
-        """Register the model or join its broadcast, and wrap the user's module."""
-        wrapping = self._wrapping
-        values: list[torch.Tensor] = []
-        materialize.make_buffers(module, init, wrapping.device)
-        self._buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype)
-        module_buffers = buffers.ModuleBuffers(module, self._buffer_dtypes)
-        if wrapping.replicated:
-            values = build.broadcast_values(wrapping, module, wrapped_units, init, module_buffers)
-        else:
-            world = world_of(self.process_group)
-            if any(True for _ in module.buffers()):
-                self._served_buffers = buffers.ServedBuffers(world, self.name, module_buffers)
-            self._steps = materialize.register(
-                world, self.spec, self.name, module, wrapped_units, init, self._served_buffers
-            )
-        wrapped_units = materialize.replace_meta(module, wrapped_units)
-        self._wrap(module)
-        self._runtime = (
-            build.replicated_runtime(wrapping, module, wrapped_units, values)
-            if wrapping.replicated
-            else build.server_runtime(wrapping, module, wrapped_units, self._steps, self)
-        )
-        self._runtime.buffers = module_buffers
-        if self._served_buffers is not None:
-            self._runtime.on_commit = self._served_buffers.offer
-        register("fsdp", self, model=self.name or "")
-        self._tag_parameters()
-        self._hook_state_dicts()
-        hooks.attach(self._runtime, self)
-
-    def _tag_parameters(self) -> None:
-        for flat in self._runtime.flats:
-            for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
-                param._axon_home = Home(weakref.ref(self), spec.name, flat.index, self._runtime.sent)  # type: ignore[attr-defined]
+        with build.prepared(given, group) as (self._wrapping, wrapped_units):
+            made = build.made(self._wrapping, module, wrapped_units, given.param_init_fn, self)
+            self._runtime, self._served_buffers = made.runtime, made.served_buffers
+            self._wrap(module)
+            for flat in self._runtime.flats:
+                for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
+                    param._axon_home = Home(weakref.ref(self), spec.name, flat.index, self._runtime.sent)  # type: ignore[attr-defined]
+            self._values = WrappedValues(module, self._wrapping, self._runtime, made.buffer_dtypes, made.served_buffers)
+            self.register_load_state_dict_post_hook(_end_of_loading)  # type: ignore[no-untyped-call]
+            register("fsdp", self, model=self.name or "")
+            hooks.attach(self._runtime, self)
 
     # ------------------------------------------------------------------ as a module
 
@@ -223,24 +148,23 @@ class FullyShardedDataParallel(ShardedValues):
             StepAborted: the parameters change faster than it can read them, since this worker is not a member.
             Misuse: this process is a fork of a worker.
         """
-        while True:
-            output = self._run_once(args, kwargs)
-            if not hooks.again(self._runtime):
-                return output
-
-    def _run_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime, precision = self._runtime, self._wrapping.precision
-        self._follow_restores()
+        given, options = args, kwargs
+        if self._served_buffers is not None:
+            self._served_buffers.follow()
         pushed = hooks.before_root(runtime)
         try:
             if precision.param_dtype is not None and precision.cast_forward_inputs:
-                args, kwargs = _cast((args, kwargs), precision.param_dtype)
-            output = self.module(*args, **kwargs)
+                given, options = _cast((args, kwargs), precision.param_dtype)
+            output = self.module(*given, **options)
         finally:
             hooks.end_root(pushed)
         if precision.output_dtype is not None:
             output = _cast(output, precision.output_dtype)
         hooks.after_root(runtime, output)
+        if hooks.again(runtime):
+            del given, options, output  # the next attempt needs the memory
+            return self._run(*args, **kwargs)
         return output
 
     @property
@@ -305,7 +229,7 @@ class FullyShardedDataParallel(ShardedValues):
             raise InvalidRequest(f"weight is {weight}; it must be above 0 and at most 1")
         if other is self:
             raise InvalidRequest("copy_from was given the model itself; give another one")
-        self._check_idle("copy_from")
+        check_idle(self._runtime.units, "copy_from")
         if self._wrapping.replicated != other._wrapping.replicated:
             raise InvalidRequest("copy_from needs both models on the servers, or both under NO_SHARD")
         if difference := self.spec.cut_difference(other.spec):
@@ -334,11 +258,11 @@ class FullyShardedDataParallel(ShardedValues):
 
         A step without such a backward sends them too. Under NO_SHARD of several workers it is refused (`Misuse`).
         """
-        before, self._runtime.syncing = self._runtime.syncing, False
+        before, self._runtime.accumulation.syncing = self._runtime.accumulation.syncing, False
         try:
             yield
         finally:
-            self._runtime.syncing = before
+            self._runtime.accumulation.syncing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as `optimizer.zero_grad()` of one of our optimizers does."""
@@ -393,7 +317,7 @@ class FullyShardedDataParallel(ShardedValues):
         Raises:
             Misuse: a forward is under way.
         """
-        self._check_idle("gather_parameters")
+        check_idle(self._runtime.units, "gather_parameters")
         self._runtime.gather_all()
 
     def reshard_parameters(self) -> None:
@@ -402,7 +326,7 @@ class FullyShardedDataParallel(ShardedValues):
         Raises:
             Misuse: a forward is under way.
         """
-        self._check_idle("reshard_parameters")
+        check_idle(self._runtime.units, "reshard_parameters")
         self._runtime.reset()
 
     def sync_gradients(self) -> None:
@@ -419,14 +343,14 @@ class FullyShardedDataParallel(ShardedValues):
             raise Misuse(
                 f"prefetch_forward_params() has nothing to gather: {self.strategy.name} does not reshard parameters"
             )
-        if self._runtime.prefetched:
+        if self._runtime.gathering.prefetched:
             raise Misuse("prefetch_forward_params() was called twice; run a forward before you call it again")
-        self._check_idle("prefetch_forward_params")
+        check_idle(self._runtime.units, "prefetch_forward_params")
         self._runtime.prefetch()
 
     def has_pending_prefetch(self) -> bool:
         """Return True if `prefetch_forward_params()` was called and no forward has come since."""
-        return self._runtime.prefetched
+        return self._runtime.gathering.prefetched
 
     def broadcast_updated_params(self) -> None:
         """Bring the parameters that stay on this worker up to the current version now, not at the next forward.
@@ -439,6 +363,215 @@ class FullyShardedDataParallel(ShardedValues):
             self._runtime.reset()
         else:
             self._runtime.refresh()
+
+    # ------------------------------------------------------------------ values
+
+    def summon_full_params(self, *, writeback: bool = False) -> AbstractContextManager[None]:
+        """Give every parameter its current value, in compute dtype, inside the block.
+
+        Args:
+            writeback: True to make changes in place the values on the servers, as by `load_state_dict()`; every worker
+                calls it then, and the changes of the worker of lowest rank count. If False, parameters are to be read,
+                not changed. Under NO_SHARD changes are this worker's own in either case.
+
+        Raises:
+            Misuse: a forward or backward is under way; or, at the end, parameters were changed in place, and that has
+                no effect.
+            StepAborted: at the end: the job went on without this worker, so the values may be of several versions.
+        """
+        return self._values.summoned(writeback=writeback)
+
+    def sharded_parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters that the strategy shards: all but `ignored_parameters`, tied ones once."""
+        managed = self._values.sharded
+        return (p for p in self.parameters() if p in managed)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Apply `to()`, `cuda()`, `half()` and their like to buffers and ignored parameters, as in any module.
+
+        Raises:
+            Misuse: it would move or cast sharded parameters.
+        """
+        self._values.apply(fn)
+        return self
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter as f32, exactly as on the servers (NO_SHARD: in the optimizer), one after the other.
+
+        This takes the memory of one unit at a time.
+
+        Raises:
+            StepAborted: the job went on without this worker (it was frozen or cut off), so the values read are of
+                several versions; begin again. Under an asynchronous policy they may always be.
+        """
+        return self._values.full()
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Return every parameter in the dtype it was built with, and every buffer, by the names of the user's module.
+
+        Each worker gets all of it, without the help of others; for models too big for that use
+        `world.save_checkpoint` and `axon-ps checkpoint export`. `state_dict()` of the user's module, and functions
+        built on it (`save_pretrained()` of transformers), give the same. Tied parameters are one tensor under several
+        names, as in torch.
+
+        Args:
+            args: as `nn.Module.state_dict` takes them.
+            destination: the dict to fill; None = a new dict.
+            prefix: beginning of all names.
+            keep_vars: give the parameters themselves, which have no values.
+        """
+        given: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+        if args:
+            given |= dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+        state: dict[str, Any] = self.module.state_dict(**given)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Give every parameter and buffer other values; optimizer state and version stay. Every worker calls it.
+
+        Parameters are those that the worker of lowest rank gives; buffers are each worker's own.
+
+        Args:
+            state_dict: by the names of the user's module, as `state_dict()` gives.
+            strict: names must match exactly; else the values of missing ones stay.
+            assign: must be False.
+
+        Returns:
+            The missing and unexpected names.
+
+        Raises:
+            InvalidRequest: names, shapes or values do not fit, or `assign` is set.
+            Disagreement: they do not fit on another rank, which the message names.
+
+        After an error: if it is of these two, no parameter and no buffer has changed, on any rank. For others see
+        `World.replace_parameters`.
+        """
+        return self._values.load(state_dict, strict, assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load as a part of `load_state_dict()` of a module around this one; every worker must call that."""
+        ours = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+        try:
+            keys = self.load_state_dict({n.removeprefix(prefix): value for n, value in ours.items()}, strict=False)
+            missing_keys += [prefix + name for name in keys.missing_keys]
+            unexpected_keys += [prefix + name for name in keys.unexpected_keys]
+        except InvalidRequest as error:
+            error_msgs.append(str(error))
+        self._missing = len(missing_keys)
+
+    def update_shards(self, flat: torch.Tensor) -> None:
+        """Give every parameter other values, from one flat tensor. Every worker calls it.
+
+        Args:
+            flat: [total_params], the parameters one after the other in layout order (that of `full_parameters()`); that
+                of the worker of lowest rank counts. A tensor, or a value that `torch.as_tensor` accepts.
+
+        Raises:
+            InvalidRequest: it is not of that length, or not of numbers.
+            Disagreement: it is not so on another rank.
+
+        After an error: as for `load_state_dict`.
+        """
+        self._values.update(flat)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self,
+        uri: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
+        version: int | None = None,
+    ) -> CheckpointInfo | None:
+        """Write parameters and optimizer state; every worker calls it, and it returns when the checkpoint is complete.
+
+        The format is the same for every strategy, so a job may go on with another one. With servers, they write the
+        checkpoint, and all models of the job are in it. Under NO_SHARD the first worker writes it, which takes a second
+        copy of parameters and state in its memory.
+
+        Args:
+            uri: directory or fsspec URI, which shard servers (NO_SHARD: the workers) reach.
+            optimizer: the optimizer whose groups are saved, with all their keys; None = the hyperparameters of the
+                newest step. Under NO_SHARD its moments are saved, too: it is ours, or one of torch.optim with a
+                counterpart of ours; None = only parameters. With servers moments are theirs in any case.
+            extra: JSON values to get back on load.
+            state: your own state by name, that of the first worker: objects with `state_dict()` and
+                `load_state_dict()` (schedulers), `torch.Generator`s, and plain values. Nothing is pickled; a function
+                is not saved. That worker writes the state, so it must reach `uri`, too.
+            rank_state: the same, of each worker: random generators (`RandomState`), the position of a loader. The
+                names are the same on every worker.
+            version: under NO_SHARD with torch's optimizer, the number of steps made; None = as in its state.
+
+        Returns:
+            The checkpoint that was written; None on workers that did not write.
+
+        Raises:
+            CheckpointError: it could not be written, on every worker. Nothing half-written counts as a checkpoint.
+            InvalidRequest: a value of `state` has no safe form, one of `extra` is not JSON, or a worker's own state has
+                more than 64 MiB.
+        """
+        given = groups.with_groups(extra, optimizer)
+        states = own_state.save(uri, self._wrapping.group, state, rank_state)
+        written: list[CheckpointInfo | None] = []
+
+        def write() -> None:
+            written.append(self._runtime.save(uri, optimizer, given, states, version))
+
+        self._runtime.masters.together("the checkpoint was not written, since that failed", write)
+        return None if written[0] is None else groups.of_caller(written[0])
+
+    def load_checkpoint(
+        self,
+        uri: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        state: MutableMapping[str, Any] | None = None,
+        rank_state: MutableMapping[str, Any] | None = None,
+    ) -> CheckpointInfo:
+        """Load parameters and optimizer state from a checkpoint of any strategy and world size; every worker calls it.
+
+        Of a checkpoint of several models only this one is restored; `World.restore_checkpoint` takes all of them.
+
+        Args:
+            uri: the checkpoint, or a directory of checkpoints (of which the newest complete one is loaded).
+            optimizer: as for `save_checkpoint`; its groups get the values that they had then, so that a scheduler goes
+                on from there. None = no groups are touched.
+            state: as for `save_checkpoint`, or less of it. Objects load their state, tensors are filled, other values
+                are set in the mapping.
+            rank_state: likewise, of the worker of this rank. If there are more workers than then, the objects of the
+                new ones stay as they are, with a warning; the state of ranks that are gone is not loaded.
+
+        Raises:
+            CheckpointError: it cannot be read, on every worker.
+            InvalidRequest: it was saved from another model, on every worker; or it lacks some of `state`.
+        """
+        info = self._runtime.load(uri, optimizer)
+        if self._served_buffers is not None:
+            self._served_buffers.follow()
+        if optimizer is not None:
+            groups.set_groups(optimizer, info)
+        own_state.load(info.uri, info.states, self._wrapping.group.rank, state, rank_state)
+        return groups.of_caller(info)
 
     # ------------------------------------------------------------------ measures
 
@@ -487,11 +620,10 @@ class FullyShardedDataParallel(ShardedValues):
         return self._runtime
 
 
-def _device_of(wrapped_units: tuple[wrap.WrappedUnit, ...]) -> torch.device:
-    devices = {p.device for wrapped in wrapped_units for p in wrapped.params if not p.is_meta}
-    if len(devices) > 1:
-        raise InvalidRequest(f"the module is spread over {sorted(map(str, devices))}; move it to one device first")
-    return devices.pop() if devices else torch.device("cpu")
+def _end_of_loading(model: nn.Module, keys: _IncompatibleKeys) -> None:
+    """Drop the names that torch found missing inside the user's module, whose values the wrapper has loaded."""
+    assert isinstance(model, FullyShardedDataParallel)
+    del keys.missing_keys[model._missing :]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

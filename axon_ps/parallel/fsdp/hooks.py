@@ -121,7 +121,7 @@ def after_root(runtime: Runtime, output: Any) -> None:
 @uncompiled
 def again(runtime: Runtime) -> bool:
     """Return True if the module inside must run once more, since its parameters changed meanwhile."""
-    return runtime.forward_again()
+    return runtime.one_version.again()
 
 
 def watch_outputs(runtime: Runtime, unit: ModuleUnit, output: Any) -> None:

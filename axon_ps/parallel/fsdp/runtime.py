@@ -17,46 +17,27 @@ Note: [When memory may be freed in backward]
 Note: [Backward that is broken off]
     An error in backward leaves some gradients sent and others not made. None of them is used: `zero_grad()` drops them,
     and withdraws those sent, so that the step is aborted for all. Until then a step or another backward is refused.
-
-Note: [Memory]
-    Under FULL_SHARD the parameters in memory are the root, the unit in use and one more. The next unit is gathered
-    while its memory and the memory in use stay within a budget. The budget is two of the largest unit and, if round
-    trips are long, the bytes that fill the connections to the servers for a round trip (`shard.client.line`). Backward
-    first needs the units that forward used last. They are not resharded in between if they fit, and so are not gathered
-    twice.
-
-Note: [One version a step]
-    While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
-    that the coordinator gave up (it was frozen, or cut off) does not know it: others commit, units that it has mapped
-    change while it reads them, and once it is back the rest of its step would be of a later version. So a forward that
-    was not of one version from its first to its last read is made again, before its output is seen. A step during which
-    the version moved gets a void ticket: its gradients are not sent, and it aborts. (A step begins where the one before
-    it ended, since that is when its batch is drawn: others may have had the same samples since. It begins anew if this
-    worker itself asked for other parameters, as `load_checkpoint` does.)
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
-from axon_ps.errors import Misuse, StepAborted
+from axon_ps.errors import Misuse
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.fsdp import stats
 from axon_ps.parallel.fsdp.abstract_runtime import AbstractRuntime
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, check_unchanged, release_held
+from axon_ps.parallel.fsdp.forwards import OneThread, OneVersion
+from axon_ps.parallel.fsdp.gathering import UnitGathering
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
-from axon_ps.parallel.fsdp.one_thread import OneThread
-from axon_ps.parallel.fsdp.order import GatherOrder
-from axon_ps.parallel.fsdp.steps import Position, StepBatch
+from axon_ps.parallel.fsdp.tensors.accumulation import Accumulation
 from axon_ps.parallel.fsdp.tensors.loss_scale import LossScale
 from axon_ps.parallel.fsdp.tensors.saved_tensors import SavedParameter
 from axon_ps.parallel.fsdp.tensors.sent_gradients import SentGradients
@@ -64,22 +45,7 @@ from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.markers import Markers
 from axon_ps.types import Hyper
-
-TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
-
-_MAX_FORWARDS = 8
-"""Runs of a forward before it raises; see Note: [One version a step]."""
-
-BUFFERS = 2
-"""Limit of the prefetched gathers, and of the pushes under way, as a multiple of the largest unit."""
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def ordinary_tensors() -> AbstractContextManager[object]:
-    """Let ordinary tensors be made, also if the user's code is in inference mode: they outlive it."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+from axon_ps.worker.steps.step_trace import StepTrace
 
 
 class Runtime(AbstractRuntime):
@@ -89,20 +55,21 @@ class Runtime(AbstractRuntime):
         wrapping: the options with which the model is wrapped.
         units: module units; the first is the root.
         gather_buffers: buffers for gathers that cannot come into their unit.
+        trace: the spans of the worker's steps; None where steps are not made on the servers.
 
     Attributes:
         flats: the flat units of all module units, in layout order.
+        gathering: the units that are in memory.
+        one_version: the version of what a forward reads.
+        accumulation: gradients that stay here before they are pushed.
         sent: gradients that have left this worker for the step under way, and the norm that they are clipped to.
         has_gradients: True if a backward has been made for the step under way.
         loss_scale: the factor of the loss; gradients are divided by it before they are pushed.
-        syncing: True if gradients are pushed; False inside `no_sync()`.
-        prefetched: True if a prefetch by hand is pending.
         markers: the parts of its steps, for profilers and traces.
         optimizers: those of ours that make its steps.
         current: the optimizer of ours that was made last, which alone makes steps; None before there is one.
         moments_of: the version at which the optimizer's moments began.
         expected_hyper: the hyperparameters that the optimizer has now; None = the next step's cannot be known.
-        batch: the batch of the next backward's gradients, if a loader deals the samples; see `begin_batch`.
         decisions: number of steps that have ended, in whatever way.
         resends: number of times that the gradients of an aborted step are sent again; if any, a copy is retained.
         on_abort: called when a step was aborted, before any wait; it may raise.
@@ -112,30 +79,31 @@ class Runtime(AbstractRuntime):
         last_reason: the reason for which the last step did not commit, in words.
     """
 
-    def __init__(self, wrapping: Wrapping, units: Sequence[ModuleUnit], gather_buffers: BufferPool) -> None:
+    def __init__(
+        self,
+        wrapping: Wrapping,
+        units: Sequence[ModuleUnit],
+        gather_buffers: BufferPool,
+        trace: StepTrace | None = None,
+    ) -> None:
         self._wrapping = wrapping
         self.units = tuple(units)
         self.flats = tuple(flat for unit in self.units for flat in unit.flats)
-        self.gather_buffers = gather_buffers
+        self.markers = Markers(trace)
+        self.gathering = UnitGathering(wrapping, self.units, gather_buffers, self.markers, self._free)
         self.meter = wrapping.meter
         self.grad_meter = Meter()
         self.counters = wrapping.counters
-        self._orders = _first_orders(len(self.units))
-        self._least_bytes = BUFFERS * max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
-        self._budget_bytes = self._least_bytes
-        self._eager = wrapping.prefetch and not wrapping.replicated
-        self._stage_grads = wrapping.offload.stages_grads and not wrapping.replicated
-        self._training = True
+        self.sent = SentGradients()
+        stages = wrapping.offload.stages_grads and not wrapping.replicated
+        self.accumulation = Accumulation(self.flats, self.sent, self.grad_meter, stages=stages)
         self._callback_queued = False
         self._thread = OneThread(self)
-        self._read: Position = (0, 0)  # when the forward began
-        self._uses: list[int] = []  # of every unit, when the forward began
-        self._forwards = 0  # attempts at this forward
+        self.one_version = OneVersion(self.units, lambda: self.now, self.gathering, self.counters)
         self.has_gradients = False
         self._pushed: set[int] = set()  # units whose gradients have left for this step
         self._zeroed: set[nn.Parameter] = set()  # their gradients are zeros, where torch's would be
         self.left: set[nn.Parameter] = set()
-        self._finished: list[ModuleUnit] = []  # units with which backward seems to be done
         self._broken = False  # True if the last backward was broken off, and `zero_grad` was not called since
         self._makes_graph = False  # of the backward under way
         self._unit_of = {flat.index: unit for unit in self.units for flat in unit.flats}
@@ -145,23 +113,13 @@ class Runtime(AbstractRuntime):
         self.current: weakref.ref[torch.optim.Optimizer] | None = None
         self.moments_of = 0
         self.expected_hyper: Callable[[], Sequence[Hyper] | None] | None = None
-        self.syncing = True
-        self.batch: StepBatch | None = None
         self.decisions = 0
         self.resends = 0
         self.on_abort: Callable[[], None] = lambda: None
         self.on_commit: Callable[[], None] = lambda: None
         self.buffers: ModuleBuffers | None = None
         self.last_reason = ""
-        self.sent = SentGradients()
-        self.markers = Markers()
         self.loss_scale = LossScale()
-        self.prefetched = False
-
-    def _extend_prefetch(self, extra_bytes: int) -> None:
-        """Extend the budget of gathers (and pushes) before they are needed; see Note: [Memory]."""
-        self._budget_bytes = self._least_bytes + extra_bytes
-        self.gather_buffers.extend(extra_bytes)
 
     def _begin_step(self) -> None:
         """Prepare for a forward that may be the first of a step."""
@@ -185,21 +143,19 @@ class Runtime(AbstractRuntime):
         if unit.is_root and not recomputing:
             check_unchanged(self.flats)
             self.agree()
-            self.prefetched, self._training = False, torch.is_grad_enabled()
             self._settle_backward()
-            self._orders[not self._training].restart()
+            self.gathering.begin_forward(training=torch.is_grad_enabled())
             for other in self.units:  # a forward that raised may have left some behind
                 other.depth = 0
             self.markers.begin("forward", in_profile=True)
-            self._read = self.now
-            self._uses = [other.uses for other in self.units]
-            if self._training and not (self.has_gradients or self._forwards):
+            repeated = self.one_version.begin()
+            if self.gathering.training and not (self.has_gradients or repeated):
                 self._begin_step()
         if not recomputing:
             unit.depth += 1
             unit.uses += torch.is_grad_enabled()
             unit.check_parameters()
-        self._need(unit)
+        self.gathering.need(unit)
         if not (unit.is_root or recomputing):
             reached(Moment.FORWARD)
 
@@ -213,51 +169,7 @@ class Runtime(AbstractRuntime):
         check_unchanged(unit.flats)
         if unit.is_root:
             self.markers.end("forward")
-        if not self._training:
-            self._reshard(unit)
-            if unit.is_root:
-                self._orders[False].finish()
-        elif not unit.is_root and not self._needed_soon(unit, self._orders[True].upcoming()):
-            self._reshard(unit)
-        self._prefetch()
-
-    @property
-    def torn(self) -> bool:
-        """True if the values read since the forward began are not of one version."""
-        return self._read != self.now or any(flat.source.torn(flat) for flat in self.flats)
-
-    def forward_again(self) -> bool:
-        """Return True if the root's forward must be made again; see Note: [One version a step].
-
-        Raises:
-            StepAborted: it was made `_MAX_FORWARDS` times; the parameters change faster than it reads them.
-        """
-        if in_backward() or not self.torn:
-            self._forwards = 0
-            return False
-        self._forwards += 1
-        for unit, uses in zip(self.units, self._uses, strict=True):
-            unit.uses = uses
-            self._reshard(unit)
-        if self._forwards == _MAX_FORWARDS:
-            self._forwards = 0
-            raise StepAborted(
-                f"the parameters changed during each of {_MAX_FORWARDS} forwards: the job goes on without this worker"
-            )
-        self.counters.forwards_repeated += 1
-        return True
-
-    def _needed_soon(self, unit: ModuleUnit, upcoming: Iterable[int]) -> bool:
-        """Return True if the unit is among the upcoming ones that fit into the budget; see Note: [Memory]."""
-        free_bytes = self._budget_bytes
-        for number in dict.fromkeys(upcoming):
-            other = self.units[number]
-            free_bytes -= 0 if other.is_root else sum(f.unsharded_bytes for f in other.flats)
-            if free_bytes < 0:
-                return False
-            if other is unit:
-                return True
-        return False
+        self.gathering.used(unit)
 
     # ------------------------------------------------------------------ backward
 
@@ -265,14 +177,14 @@ class Runtime(AbstractRuntime):
     def before_backward(self, unit: ModuleUnit, grad: torch.Tensor) -> None:
         """Unshard a module again: the gradient of its output is there."""
         self._begin_backward()
-        self._need(unit)
+        self.gathering.need(unit)
         if not unit.is_root:
             reached(Moment.BACKWARD)
 
     def gather_for_backward(self, flat: int) -> None:
         """Unshard the flat unit of this number: backward reads its parameters."""
         self._begin_backward()
-        self._need(self._unit_of[flat])
+        self.gathering.need(self._unit_of[flat])
 
     def gather_saved(self, saved: SavedParameter) -> None:
         """Gather a unit again: backward reads what was saved of it; see `saved_tensors`.
@@ -283,7 +195,7 @@ class Runtime(AbstractRuntime):
         self._begin_backward()
         unit, flat = self._unit_of[saved.flat.index], saved.flat
         if not flat.is_readable:
-            self._need(unit)
+            self.gathering.need(unit)
         if saved.at != flat.values_at and saved.decisions != self.decisions:
             raise Misuse(
                 f"backward needs unit {flat.unit.name!r} as forward read it, and a step was made since: those "
@@ -309,7 +221,7 @@ class Runtime(AbstractRuntime):
             )
         check_unchanged(self.flats)
         self.loss_scale.begin(adds=self.has_gradients)
-        self._callback_queued = self._training = True
+        self._callback_queued = self.gathering.training = True
         self._makes_graph = torch.is_grad_enabled()
         self.markers.begin("backward", in_profile=False)  # autograd's own thread may end it
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
@@ -328,9 +240,8 @@ class Runtime(AbstractRuntime):
         for unit in self.units:
             unit.fired.clear()
             unit.uses, unit.held = 0, False
-            self._reshard(unit)
-        self._finished.clear()
-        self._orders[True].restart()
+            self.gathering.reshard(unit)
+        self.gathering.drop_backward()
         self.markers.end("backward")
 
     @property
@@ -368,35 +279,23 @@ class Runtime(AbstractRuntime):
         if len(unit.fired) < unit.expected:
             return
         if not unit.has_frozen:
-            self._finish(unit)
-        if self._pushes_now and unit.uses <= 1:
+            self.gathering.finish(unit)
+        if self.accumulation.pushes and unit.uses <= 1:
             self._push(flat)
             unit.fired.clear()
-        elif self._stages_now and unit.uses <= 1:
-            self._stage(flat)
-        self._prefetch()
+        elif self.accumulation.stages and unit.uses <= 1:
+            self.accumulation.stage(flat)
+        self.gathering.prefetch()
 
     def inputs_done(self, unit: ModuleUnit) -> None:
         """Finish a module, unless it is used again: the gradients of its inputs are there."""
         flat = unit.trainable
         if flat is None or len(unit.fired) in (0, unit.expected):
-            self._finish(unit)
-
-    def _finish(self, unit: ModuleUnit) -> None:
-        """Record that backward is done with a unit; see Note: [When memory may be freed in backward]."""
-        if not unit.is_root and unit not in self._finished:
-            self._finished.append(unit)
-
-    def _free_finished(self, needed: ModuleUnit) -> None:
-        """Free the units that backward is done with: it has come to another one."""
-        finished, self._finished = self._finished, []
-        for unit in finished:
-            if unit is not needed:
-                self._free(unit)
+            self.gathering.finish(unit)
 
     def _free(self, unit: ModuleUnit) -> None:
         """Reshard a unit in backward; behind its push, gather it as the step is expected to leave it."""
-        self._reshard(unit)
+        self.gathering.reshard(unit)
         flat = unit.trainable
         if flat is not None and flat.index in self._pushed and not unit.held:
             self._gather_speculative(unit, flat)
@@ -404,19 +303,19 @@ class Runtime(AbstractRuntime):
     def _after_backward(self) -> None:
         """End a backward: push the remaining gradients, reshard all modules but those whose forward is under way."""
         self._callback_queued = False
-        self._finished.clear()
+        self.gathering.forget_backward()
         for unit in reversed(self.units):
             flat = unit.trainable
             if flat is not None and unit.fired:
-                if self._pushes_now:
+                if self.accumulation.pushes:
                     self._push(flat)
-                elif self._stages_now:
-                    self._stage(flat)
+                elif self.accumulation.stages:
+                    self.accumulation.stage(flat)
             unit.fired.clear()
             unit.uses = 0
             if not unit.depth:
                 self._free(unit)
-        self._orders[True].finish()
+        self.gathering.end_backward()
         self.markers.end("backward")
 
     # ------------------------------------------------------------------ by hand
@@ -424,115 +323,25 @@ class Runtime(AbstractRuntime):
     def gather_all(self) -> None:
         """Unshard every unit, and block until it is."""
         self.agree()
-        self._read = self.now
-        with ordinary_tensors():
-            for flat in self.flats:
-                flat.start_gather()
-                flat.unshard()
+        self.one_version.at = self.now
+        self.gathering.gather_all()
 
     def prefetch(self) -> None:
-        """Begin to gather the units that the next forward needs first, as far as Note: [Memory] allows."""
+        """Begin to gather the units that the next forward needs first."""
         self.agree()
-        self._orders[True].restart()
-        self._training, self.prefetched = True, True
-        self._prefetch(by_hand=True)
+        self.gathering.prefetch_by_hand()
 
     def push_accumulated(self) -> None:
         """Push every gradient that was accumulated and not pushed yet, unless others of the step are still to come."""
-        if self.accumulating:
+        if self.accumulation.goes_on:
             return
         for unit in reversed(self.units):
             flat = unit.trainable
-            if flat is not None and flat.index not in self._pushed and flat.has_grads:
+            if flat is not None and flat.index not in self._pushed and flat.grads.present:
                 self._push(flat)
                 self._gather_speculative(unit, flat)
 
-    # ------------------------------------------------------------------ memory
-
-    def _need(self, unit: ModuleUnit) -> None:
-        self._free_finished(unit)
-        self._orders[self._training].visit(unit.number)
-        began = time.perf_counter()
-        with self.markers.within("gather wait", unit.name), ordinary_tensors():
-            for flat in unit.flats:
-                flat.start_gather()
-            for flat in unit.flats:
-                flat.unshard()
-        self.counters.gather_wait_s += time.perf_counter() - began
-        self._prefetch()
-
-    def _prefetch(self, *, by_hand: bool = False) -> None:
-        """Start gathering the next units expected, as far as Note: [Memory] allows."""
-        if not (self._eager or by_hand):
-            return
-        for number in self._orders[self._training].upcoming():
-            unit = self.units[number]
-            for flat in [f for f in unit.flats if f.missing]:
-                if not unit.is_root and self._reshardable_bytes() + flat.gather_bytes > self._budget_bytes:
-                    return
-                if not self.gather_buffers.has_capacity(flat.gather_bytes):
-                    return
-                with ordinary_tensors():
-                    flat.start_gather()
-
-    def _reshardable_bytes(self) -> int:
-        """Return the memory of parameters beside the root: gathered, and under way."""
-        return sum(f.reshardable_bytes for u in self.units[1:] for f in u.flats)
-
-    def _reshard(self, unit: ModuleUnit) -> None:
-        if not unit.held:
-            for flat in unit.flats:
-                flat.reshard()
-
     # ------------------------------------------------------------------ gradients
-
-    def begin_batch(self, batch: StepBatch) -> None:
-        """Set the batch of the next backward's gradients, which a loader gives to the program.
-
-        Gradients of the step's earlier batches will be multiplied by its weight when they are pushed, so they are
-        rescaled for it here.
-
-        Raises:
-            Misuse: the batch counts for nothing, and gradients of batches that count are waiting.
-        """
-        before, self.batch = self.batch, batch
-        if before is None or before.weight == batch.weight or not self.has_gradients:
-            return
-        if not batch.weight:
-            raise Misuse(
-                "gradients of several batches are accumulated, and of the last one there is nothing for this worker: "
-                "the data set ends with fewer samples than there are workers. Use drop_last=True, or step after each"
-            )
-        for flat in self.flats:
-            staged_bytes = flat.staged_bytes
-            flat.multiply_grads(before.weight / batch.weight)
-            self.grad_meter.add(flat.staged_bytes - staged_bytes)
-
-    @property
-    def accumulating(self) -> bool:
-        """True if gradients stay here, since more of the step are still to come on this worker."""
-        return self.batch is not None and not self.batch.is_last
-
-    @property
-    def accumulates(self) -> bool:
-        """True if this worker's gradient of the step is a sum over several batches, which must not be dropped."""
-        return self.batch is not None and self.batch.count > 1
-
-    @property
-    def _pushes_now(self) -> bool:
-        return self.syncing and not self.accumulating
-
-    @property
-    def _stages_now(self) -> bool:
-        """True if gradients are staged; those of a micro-batch always are, so that nothing clips them by themselves."""
-        return self._stage_grads or self.accumulating
-
-    def _stage(self, flat: FlatUnit) -> None:
-        """Stage the gradients of `no_sync()`, or of a micro-batch."""
-        before = flat.staged_bytes
-        flat.stage_grads()
-        self.sent.add(flat.index, len(flat.params))
-        self.grad_meter.add(flat.staged_bytes - before)
 
     def zero_grad(self, *, set_to_none: bool, leaving: Iterable[nn.Parameter] = ()) -> bool:
         """Forget the present gradients, unless they are of a batch that an `ElasticLoader` has cut.
@@ -553,13 +362,14 @@ class Runtime(AbstractRuntime):
         release_held(self.units)
         if self._sums_batches:
             return False
-        zeroed = self._zeroed if set_to_none else self._with_gradients()
+        present = {p for flat in self.flats for p in flat.params if p.grad is not None}  # as torch would see them
+        zeroed = self._zeroed if set_to_none else present | self._zeroed
         self.left = {p for p in leaving if p.grad is not None or p in self.left}
         if self._pushed:
             self._withdraw()
         for flat in self.flats:
-            self.grad_meter.add(-flat.staged_bytes)
-            flat.pop_grads()
+            self.grad_meter.add(-flat.grads.staged_bytes)
+            flat.grads.pop()
             self.sent.drop(flat.index)
         self.sent.forget()
         self._zeroed = set() if set_to_none else zeroed
@@ -569,11 +379,7 @@ class Runtime(AbstractRuntime):
     @property
     def _sums_batches(self) -> bool:
         """True if there are gradients of earlier micro-batches of the step."""
-        return self.accumulates and self.has_gradients and not self._broken
-
-    def _with_gradients(self) -> set[nn.Parameter]:
-        """Return the parameters that have a gradient, as torch would see them."""
-        return {p for flat in self.flats for p in flat.params if p.grad is not None} | self._zeroed
+        return self.accumulation.sums_batches and self.has_gradients and not self._broken
 
     def _withdraw(self) -> None:
         """Withdraw the gradients that were sent for the step under way."""
@@ -581,18 +387,12 @@ class Runtime(AbstractRuntime):
 
     def reset(self) -> None:
         """Reshard everything; called when memory is needed, and at the end."""
-        self.prefetched = False
-        for unit in self.units:
-            unit.depth, unit.held = 0, False
-            for flat in unit.flats:
-                flat.discard_speculative()
-            self._reshard(unit)
-        self.gather_buffers.trim()
+        self.gathering.reset()
 
     def begin_anew(self) -> None:
         """Drop all values, and the order in which units are needed, as in a worker that has just come."""
         self.reset()
-        self._orders = _first_orders(len(self.units))
+        self.gathering.forget_orders()
 
     def statistics(self) -> dict[str, float]:
         """Return counters and memory of this worker; bytes and seconds."""
@@ -611,9 +411,3 @@ def _refuse_transforms() -> None:
             "a wrapped model cannot be traced by torch.jit.trace: the trace keeps the parameters' memory, which a unit "
             "gives back when it has run. Trace a plain copy of the module, with the values of model.state_dict()"
         )
-
-
-def _first_orders(units: int) -> dict[bool, GatherOrder]:
-    """Return the orders in which units are expected at first, with and without a backward."""
-    numbers = list(range(units))
-    return {True: GatherOrder(numbers + numbers[::-1]), False: GatherOrder(numbers)}

@@ -226,7 +226,7 @@ def test_a_worker_that_leaves_leaves_its_samples_to_the_others() -> None:
                     world.close()
                     return used
                 samples = loader.samples
-                accumulates = model.runtime.accumulating
+                accumulates = model.runtime.accumulation.goes_on
                 result = optimizer.step()
                 optimizer.zero_grad()
                 if result.committed or accumulates:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -39,6 +40,8 @@ from axon_ps.parallel.fsdp.hybrid.parameters import NodeParameters
 from axon_ps.parallel.fsdp.hybrid.ticket import NodeTicket
 from axon_ps.parallel.fsdp.hybrid.view import NodeView
 from axon_ps.parallel.fsdp.memory import Meter
+from axon_ps.parallel.fsdp.on_servers.server_runtime import ServerRuntime
+from axon_ps.parallel.fsdp.steps import StepStatus
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Decision, DType, Hyper, OptimizerChange, OptimizerSpec, Outcome
 from axon_ps.worker.steps.client import StepClient
@@ -242,3 +245,42 @@ class NodeSteps:
     def close(self) -> None:
         """End the calls inside the node; the groups are the world's."""
         self._calls.close()
+
+
+class NodeRuntime(ServerRuntime):
+    """`ServerRuntime` under HYBRID_SHARD.
+
+    Args:
+        node: makes the worker's half of a step with the node's workers.
+        rest: as for `ServerRuntime`.
+    """
+
+    def __init__(self, node: NodeSteps, *rest: Any) -> None:
+        super().__init__(*rest, steps=node, device=node.device)
+        self._node = node
+
+    @property
+    def shard_numel(self) -> int:
+        """See `Runtime.shard_numel`."""
+        return sum(shard.values.numel() for shard in self._node.parameters.shards)
+
+    def agree(self) -> None:
+        """See `Runtime.agree`."""
+        if self._node.agree():
+            self.begin_anew()
+
+    def step_status(self) -> StepStatus:
+        """See `Runtime.step_status`; the same for all workers of the node but for their coordinates in it."""
+        while True:
+            self.agree()
+            found = super().step_status()
+            if self._node.settled(found.generation):
+                return found
+
+    def refresh(self) -> None:
+        """See `Runtime.refresh`."""
+        self.agree()
+        self._node.parameters.wait_pulled()
+
+    def _expect(self, hyper: Sequence[Hyper] | None) -> None:
+        self._node.expect(hyper)

@@ -1,13 +1,12 @@
 """Checkpoints of a model of which every worker has all parameters (NO_SHARD), in the format of the shard servers.
 
 So a job may go on from its checkpoint with another strategy: servers restore a checkpoint written here, and the other
-way round. It works as a shard server that owns everything: `shard.core.engine` has the values, and
-`shard.server.snapshot` writes and reads them. It takes a second copy of parameters and moments while it lasts.
+way round. `shard.full_model` writes and reads the values. It takes a second copy of parameters and moments while it
+lasts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,9 +18,7 @@ from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.counterpart import counterpart
 from axon_ps.parallel.fsdp.no_shard.local_optimizer import LocalOptimizer
 from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit
-from axon_ps.shard.core.engine import ShardEngine
-from axon_ps.shard.server import snapshot
-from axon_ps.shard.server.apply import Pin, VersionPins
+from axon_ps.shard.full_model import FullModel
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.contents import read_attached
@@ -33,7 +30,7 @@ _JOB = "no_shard"
 """The job's name in a manifest that no servers wrote."""
 
 
-class Moments:
+class OptimizerMoments:
     """An optimizer's state by unit: of one of ours, or of torch's, which uses the same names.
 
     Args:
@@ -128,7 +125,7 @@ def save(
     uri: str,
     spec: JobSpec,
     flats: Sequence[ReplicatedUnit],
-    moments: Moments,
+    moments: OptimizerMoments,
     extra: Mapping[str, Any],
     version: int,
     states: Mapping[int, FileEntry],
@@ -150,17 +147,13 @@ def save(
         StorageFull: no space left; existing files are untouched.
         CheckpointError: it could not be written; existing files are untouched.
     """
-    engine = ShardEngine()
-    engine.configure(spec, 0, 1)
+    model = FullModel(spec)
     for flat in flats:
-        owned = engine.slices.of(flat.index, 0)
-        owned.master.values[:] = flat.master.detach().to("cpu", torch.float32).numpy()
-        owned.publish(version)
+        model.set(flat.index, flat.master.detach().to("cpu", torch.float32).numpy(), version)
         if flat.trainable and moments.spec is not None:
-            owned.master.state = {name: array.numpy() for name, array in moments.arrays(flat).items()}
-            owned.master.set_updates(moments.updates(flat))
-    engine.restored(version, None)
-    entry = snapshot.write(engine, uri, version, 0, 1, VersionPins(), Pin(version))
+            arrays = {name: array.numpy() for name, array in moments.arrays(flat).items()}
+            model.set_moments(flat.index, arrays, moments.updates(flat))
+    entry = model.write(uri, version)
     content = None if buffers is None else buffers.encoded()
     manifest = Manifest(
         job=_JOB,
@@ -184,7 +177,7 @@ def load(
     uri: str,
     spec: JobSpec,
     flats: Sequence[ReplicatedUnit],
-    moments: Moments,
+    moments: OptimizerMoments,
     name: str = "",
     buffers: ModuleBuffers | None = None,
 ) -> CheckpointInfo:
@@ -196,25 +189,23 @@ def load(
         InvalidRequest: it lacks the model, a parameter, or has it in another shape.
         CheckpointError: it cannot be read, or is damaged; masters and moments are untouched then.
     """
-    engine = ShardEngine()
-    engine.configure(spec, 0, 1)
+    model = FullModel(spec)
     section = read_manifest(uri).section(name)
-    with contextlib.closing(snapshot.prepare(engine, section.uri, section.version, section.name)) as restore:
-        snapshot.load(engine, restore)
+    manifest = model.read(section)
     if buffers is not None:
         key = f"{BUFFERS}{section.name}"
         content = read_attached(section, key) if key in section.attached else None
         buffers.load(content, f"the checkpoint at {section.uri}")
-    saved = restore.optimizer
+    saved = manifest.optimizer
     ours = moments.spec is not None and saved is not None and moments.spec.name == saved.name
     for flat in flats:
-        owned = engine.slices.of(flat.index, 0)
         with torch.no_grad():
-            flat.master.copy_(torch.from_numpy(owned.master.values))
+            flat.master.copy_(torch.from_numpy(model.values(flat.index)))
         if flat.trainable and ours:
-            arrays = {name: torch.from_numpy(array) for name, array in owned.master.state.items()}
-            moments.load(flat, arrays, owned.master.parameter_updates(), saved)
-    return _info(restore.manifest)
+            state, updates = model.moments(flat.index)
+            arrays = {name: torch.from_numpy(array) for name, array in state.items()}
+            moments.load(flat, arrays, updates, saved)
+    return _info(manifest)
 
 
 def _info(manifest: Manifest) -> CheckpointInfo:

@@ -24,12 +24,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axon_ps.collectives.objects import all_gather_object
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.errors import Misuse
 from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
+from axon_ps.parallel.fsdp.masters import Masters
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.no_shard.local_optimizer import LocalOptimizer
 from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit
@@ -42,6 +44,38 @@ from axon_ps.parallel.rounds import Round
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Hyper, OptimizerChange, OptimizerSpec, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo, info_from_json, info_to_json
+
+
+class LocalMasters(Masters):
+    """The values of a model of which every worker of a group has all parameters.
+
+    Args:
+        group: the workers.
+        flats: the units of this worker, in layout order.
+    """
+
+    def __init__(self, group: ProcessGroup, flats: Sequence[ReplicatedUnit]) -> None:
+        self._group = group
+        self._flats = flats
+
+    def units(self) -> Iterator[torch.Tensor]:
+        """See `Masters.units`."""
+        return (flat.master.detach().to("cpu", torch.float32) for flat in self._flats)
+
+    def replace(self, values: Iterator[torch.Tensor]) -> None:
+        """See `Masters.replace`."""
+        with torch.no_grad():
+            for flat, value in zip(self._flats, values, strict=True):
+                flat.master.copy_(value)
+        self.broadcast()
+
+    def broadcast(self) -> None:
+        """Copy the first worker's values to every other."""
+        replicas.broadcast(self._group, [flat.master for flat in self._flats])
+
+    def gather(self, value: Any) -> list[Any]:
+        """See `Masters.gather`."""
+        return all_gather_object(value, self._group)
 
 
 class ReplicatedRuntime(Runtime):
@@ -57,6 +91,7 @@ class ReplicatedRuntime(Runtime):
         super().__init__(wrapping, units, BufferPool(0, wrapping.meter))
         self._group = wrapping.group
         self._flats = tuple(flats)
+        self.masters: LocalMasters = LocalMasters(self._group, self._flats)
         self._trained = [f for f in reversed(self._flats) if f.trainable]  # in the order in which they are reduced
         self._round = self._new_round()
         self._version = 0
@@ -96,7 +131,7 @@ class ReplicatedRuntime(Runtime):
         wire = TORCH_DTYPES[self._wrapping.spec.precision.grad]
         numel = flat.unit.numel
         buffer = torch.empty(numel + len(flat.params), dtype=wire, device=flat.flat.device)
-        given = flat.pack_grads(buffer[:numel], 1.0 / (self._group.world_size * self.loss_scale.value))
+        given = flat.grads.pack(buffer[:numel], 1.0 / (self._group.world_size * self.loss_scale.value))
         buffer[numel:] = torch.tensor(given, dtype=wire, device="cpu")
         self.counters.pushed_bytes += buffer.nbytes
         self.grad_meter.add(buffer.nbytes)
@@ -114,7 +149,7 @@ class ReplicatedRuntime(Runtime):
     @property
     def has_grads(self) -> bool:
         """True if a parameter has a gradient."""
-        return any(flat.has_grads for flat in self._trained)
+        return any(flat.grads.present for flat in self._trained)
 
     def zero_grad(self, *, set_to_none: bool, leaving: Iterable[nn.Parameter] = ()) -> bool:
         """See `Runtime.zero_grad`; gradients are in `param.grad`, where torch drops them."""
@@ -130,8 +165,8 @@ class ReplicatedRuntime(Runtime):
             finished, self._round = self._round, self._new_round()
             self.grad_meter.add(-sum(buffer.nbytes for buffer in finished.results()))
         for flat in self.flats:
-            self.grad_meter.add(-flat.staged_bytes)
-            flat.drop_staged()
+            self.grad_meter.add(-flat.grads.staged_bytes)
+            flat.grads.drop_staged()
             self.sent.drop(flat.index)
         self._broken = self.has_gradients = self._averaged = self._has_local = False
         return True
@@ -144,7 +179,7 @@ class ReplicatedRuntime(Runtime):
     def _after_backward(self) -> None:
         super()._after_backward()
         self._has_local = self._group.size > 1
-        if self.syncing:
+        if self.accumulation.syncing:
             self._average()
 
     def _average(self) -> None:
@@ -177,7 +212,7 @@ class ReplicatedRuntime(Runtime):
 
     def refresh(self) -> None:
         """Copy the first worker's masters to every other."""
-        replicas.broadcast(self._group, [flat.master for flat in self._flats])
+        self.masters.broadcast()
 
     def copy_from(self, other: Self, weight: float) -> StepResult:
         """See `Runtime.copy_from`: the masters change, the same on every worker."""
@@ -258,7 +293,7 @@ class ReplicatedRuntime(Runtime):
 
     def _made(self, norm: float, why_not: str = "") -> StepResult:
         self._version += not why_not
-        self._read = self.now
+        self.one_version.at = self.now
         result = StepResult(committed=not why_not, version=self._version, grad_norm=norm, reason=why_not)
         return self.counters.counted(result)
 
@@ -267,22 +302,7 @@ class ReplicatedRuntime(Runtime):
         """See `Runtime.optimizer_bytes`."""
         return None if self._optimizer is None else self._optimizer.nbytes()
 
-    # ------------------------------------------------------------------ the masters
-
-    def masters(self) -> Iterator[torch.Tensor]:
-        """See `Runtime.masters`."""
-        return (flat.master.detach().to("cpu", torch.float32) for flat in self._flats)
-
-    def replace(self, values: Iterator[torch.Tensor]) -> None:
-        """See `Runtime.replace`."""
-        with torch.no_grad():
-            for flat, value in zip(self._flats, values, strict=True):
-                flat.master.copy_(value)
-        self.refresh()
-
-    def gather(self, value: Any) -> list[Any]:
-        """See `Runtime.gather`."""
-        return all_gather_object(value, self._group)
+    # ------------------------------------------------------------------ checkpoints
 
     def save(
         self,
@@ -298,7 +318,7 @@ class ReplicatedRuntime(Runtime):
             # it computes as servers do, which loads a compiler
             from axon_ps.parallel.fsdp.no_shard import local_checkpoint
 
-            moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
+            moments = local_checkpoint.OptimizerMoments(self._ours_or(optimizer), self._flats)
             version = max(self._version, moments.version()) if version is None else version
             info = local_checkpoint.save(
                 uri, self._wrapping.spec, self._flats, moments, extra, version, states, self.buffers
@@ -310,11 +330,11 @@ class ReplicatedRuntime(Runtime):
         from axon_ps.parallel.fsdp.no_shard import local_checkpoint
 
         def read() -> dict[str, Any]:
-            moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
+            moments = local_checkpoint.OptimizerMoments(self._ours_or(optimizer), self._flats)
             spec, name = self._wrapping.spec, self._wrapping.name
             return info_to_json(local_checkpoint.load(uri, spec, self._flats, moments, name, self.buffers))
 
-        info = info_from_json(self.together(LOAD_FAILED, read)[self._group.rank])
+        info = info_from_json(self.masters.together(LOAD_FAILED, read)[self._group.rank])
         self._version = self.moments_of = info.version
         return info
 

@@ -64,7 +64,7 @@ class ReplicatedUnit(FlatUnit):
         self.swapped = built != wrapping.compute_of(unit) or master_device.type != device.type
         self._master = torch.zeros(unit.numel if self.swapped else 0, dtype=built, device=master_device)
         super().__init__(index, wrapped, LocalSource(self._master), wrapping, resident=not self.swapped)
-        self.stage_device = master_device
+        self.grads.stage_device = master_device
         self._master_grads: list[torch.Tensor | None] = [None] * len(self.params)
         if self.swapped:
             wrapping.meter.add(self._master.nbytes)
@@ -119,7 +119,7 @@ class ReplicatedUnit(FlatUnit):
         if self.resident or not self.state.has_values:
             self.abandon()
             return
-        self.stage_grads()  # a gradient that was not reduced is the copy's; none is left when it was
+        self.grads.stage()  # a gradient that was not reduced is the copy's; none is left when it was
         super().reshard()
         for i, param in enumerate(self.params):
             param.grad, self._master_grads[i] = self._master_grads[i], None

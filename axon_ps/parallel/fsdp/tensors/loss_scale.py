@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from axon_ps.errors import Misuse
-from axon_ps.parallel.fsdp.one_thread import in_reentrant_checkpoint
+from axon_ps.parallel.fsdp.forwards import in_reentrant_checkpoint
 
 _MOST = 64
 """Most backwards whose scale is known; those that were broken off by an error are not taken out."""

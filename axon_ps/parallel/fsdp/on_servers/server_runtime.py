@@ -1,50 +1,35 @@
-"""`ServerRuntime`: the steps of a model whose parameters are on the shard servers: push, vote, take the decision.
-
-Note: [Speculative gathers]
-    Under SHARD_GRAD_OP a step would push the full model one way and only then pull it the other way. When gradients
-    are not clipped, a unit's servers know its new values as soon as every replica has pushed it. So each unit is
-    gathered right behind its own push, into a buffer beside the current values, expecting the hyperparameters that the
-    optimizer has now. `step()` commits the buffers if the decision is as expected and discards them if not, so
-    parameters of a step that did not commit are never seen. This costs a second copy of the parameters, in wire dtype.
-    It begins once a step went by without clipping.
-    Under FULL_SHARD the units that the next forward needs first are gathered in this way, as many as fit into memory
-    once backward has freed them: straight into their own memory, which is free then.
-
-Note: [Sending again]
-    An aborted step has changed no parameter, so the gradients that were sent for it are still those of the present
-    version. For a training loop that cannot make its batch again, the runtime retains a copy of the gradients sent
-    (`resends` > 0). It sends them for the next attempt, scaled to the number of replicas then. The batch of a replica
-    that has left is lost; a replica that has joined sends its own.
-"""
+"""`ServerRuntime`: the steps of a model whose parameters are on the shard servers: push, vote, take the decision."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from axon_ps.data.elastic import Coordinates
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, check_unchanged, release_held
+from axon_ps.parallel.fsdp.forwards import in_reentrant_checkpoint
+from axon_ps.parallel.fsdp.gathering import BUFFERS
 from axon_ps.parallel.fsdp.memory import BufferPool
-from axon_ps.parallel.fsdp.one_thread import in_reentrant_checkpoint
-from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime
-from axon_ps.parallel.fsdp.sources import array_of
-from axon_ps.parallel.fsdp.steps import Pending, Position, Steps, StepStatus
+from axon_ps.parallel.fsdp.on_servers.sent_step import SentStep
+from axon_ps.parallel.fsdp.on_servers.served_masters import ServedMasters
+from axon_ps.parallel.fsdp.on_servers.served_optimizer import ServedOptimizer
+from axon_ps.parallel.fsdp.on_servers.speculation import Speculation
+from axon_ps.parallel.fsdp.runtime import Runtime
+from axon_ps.parallel.fsdp.steps import Position, Steps, StepStatus
 from axon_ps.parallel.fsdp.wrap import Wrapping
-from axon_ps.parallel.markers import Markers, profiled
+from axon_ps.parallel.markers import profiled
 from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.types import Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome, StepResult
+from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo, info_from_json, info_to_json
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
@@ -76,12 +61,10 @@ class ServerRuntime(Runtime):
         steps: Steps | None = None,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(wrapping, units, gather_buffers)
+        super().__init__(wrapping, units, gather_buffers, client.trace)
         self._client = client
-        self.markers = Markers(client.trace)
         self._steps: Steps = client if steps is None else steps
         self._grad_wire = wrapping.spec.precision.grad
-        self._device = device
         most_numel = max((flat.unit.numel for flat in self.flats if flat.trainable), default=0)
         self._out = BufferPool(
             BUFFERS * most_numel * self._grad_wire.itemsize,
@@ -92,17 +75,12 @@ class ServerRuntime(Runtime):
         )
         self._ticket: Ticket | None = None
         self._began: Position | None = None  # when the step began
-        self._pushes: list[Pending] = []
-        self._expected: Sequence[Hyper] | None = None  # of this step; see Note: [Speculative gathers]
-        self._unclipped = False
-        self._change: OptimizerChange | None = None  # with the next step, from version `_change_at`
-        self._change_at = 0
-        self._optimizer = ""  # name of the optimizer that makes the steps
-        self._retained: dict[int, Any] = {}  # by unit, copies of what was sent; see Note: [Sending again]
+        self._optimizer = ServedOptimizer(wrapping, self._steps, lambda: self.version)
         numbers = accumulate((len(flat.params) for flat in self.flats), initial=0)
-        self._first_parameter = dict(zip((flat.index for flat in self.flats), numbers, strict=False))
-        self._untouched: list[int] = []  # numbers of the parameters that have no gradient in this step
-        self._applied: list[nn.Parameter] = []  # the parameters that have one
+        first_parameter = dict(zip((flat.index for flat in self.flats), numbers, strict=False))
+        self._step = SentStep(self._steps.gradients, first_parameter, self._grad_wire, on_device=device is not None)
+        self._speculation = Speculation(self.flats, first_parameter, self.gathering)
+        self.masters = ServedMasters(wrapping, client, self.flats)
         self._withdrawn: StepResult | None = None  # result of a withdrawn step, until the next forward
 
     @property
@@ -115,34 +93,21 @@ class ServerRuntime(Runtime):
         """Committed steps, copies from other models included."""
         return self._client.view.latest_version
 
-    def _extend_prefetch(self, extra_bytes: int) -> None:
-        super()._extend_prefetch(extra_bytes)
-        self._out.extend(extra_bytes)
-
     def _begin_step(self) -> None:
         """Begin a step where the one before ended, or anew if this worker itself asked for other parameters since."""
-        if self._began is None or self._began[0] < self._read[0] == self._steps.view.asked_epoch:
-            self._began = self._read
+        if self._began is None or self._began[0] < self.one_version.at[0] == self._steps.view.asked_epoch:
+            self._began = self.one_version.at
         self._withdrawn = None
-        self._extend_prefetch(self._client.parameters.in_flight_bytes)
+        extra_bytes = self._client.parameters.in_flight_bytes  # see `gathering`, Note: [Memory]
+        self.gathering.extend(extra_bytes)
+        self._out.extend(extra_bytes)
 
     # ------------------------------------------------------------------ gradients
 
     def _push(self, flat: FlatUnit) -> None:
         """Flatten, scale, cast and send a unit's gradient; the vote names the parameters that have none."""
         if flat.index in self._pushed:
-            if in_reentrant_checkpoint():
-                raise Misuse(
-                    f"the gradient of unit {flat.unit.name!r} was sent already. It is used more than once inside "
-                    "checkpoint(use_reentrant=True), which makes a backward of each use: pass use_reentrant=False. Or "
-                    "this is a second backward before optimizer.step(): step after each one"
-                )
-            raise Misuse(
-                f"a second backward before optimizer.step(): the first one's gradient of unit {flat.unit.name!r} was "
-                "sent already. Step after each backward, with an optimizer of axon_ps.parallel; to accumulate, run all "
-                "backwards but the last one of a step inside model.no_sync(); to drop a gradient that was sent, call "
-                "optimizer.zero_grad()"
-            )
+            raise _second_push(flat.unit.name)
         ticket = self._current_ticket()
         began = time.perf_counter()
         size_bytes = flat.unit.numel * self._grad_wire.itemsize
@@ -151,54 +116,37 @@ class ServerRuntime(Runtime):
                 self._client.wait_for_capacity(ticket, partial(self._out.wait_for_capacity, size_bytes))
         self.counters.push_wait_s += time.perf_counter() - began
         buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
-        weight = 1.0 / ticket.num_replicas if self.batch is None else self.batch.weight
-        self.grad_meter.add(-flat.staged_bytes)
+        batch = self.accumulation.batch
+        weight = 1.0 / ticket.num_replicas if batch is None else batch.weight
+        self.grad_meter.add(-flat.grads.staged_bytes)
         with profiled("push", flat.unit.name):
             if weight:
-                given = flat.pack_grads(buffer, weight / self.loss_scale.value)
+                given = flat.grads.pack(buffer, weight / self.loss_scale.value)
             else:  # not 0 times them, which may be NaN
-                flat.pop_grads()
+                flat.grads.pop()
                 buffer.zero_()
                 given = [False] * len(flat.params)
-        self._note_gradients(flat, given)
+        self._step.note(flat, given, self._zeroed)
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
         if self.resends:
-            self._retained[flat.index] = buffer.clone()
-        self._pushes.append(self._send(flat.index, buffer, ticket, lambda: self._out.give(buffer)))
+            self._step.retain(flat.index, buffer)
+        push, sent = self._steps.gradients.push, self._step.form(buffer)
+        self._step.pushes.append(push(flat.index, sent, ticket, partial(self._out.give, buffer)))
         self._pushed.add(flat.index)
 
-    def _note_gradients(self, flat: FlatUnit, given: Iterable[bool]) -> None:
-        """Record which parameters of a unit have a gradient in this step."""
-        for number, (param, has) in enumerate(zip(flat.params, given, strict=True), self._first_parameter[flat.index]):
-            if has or param in self._zeroed:
-                self._applied.append(param)
-            else:
-                self._untouched.append(number)
-
-    def _send(
-        self, unit: int, buffer: torch.Tensor | None, ticket: Ticket, done: Callable[[], None] | None = None
-    ) -> Pending:
-        sent = array_of(buffer, self._grad_wire) if buffer is not None and self._device is None else buffer
-        return self._steps.gradients.push(unit, sent, ticket, done)
-
     def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
-        """Gather a unit behind its push, as the step is expected to leave it, if it stays here or is needed first."""
-        if self._expected is None or self._ticket is None or not flat.may_speculate:
-            return
-        if not (flat.resident or flat.source.retains):
-            if not (self._eager and self._needed_soon(unit, self._orders[True].first())):
-                return
-            if not unit.is_root and self._reshardable_bytes() + flat.nbytes > self._budget_bytes:
-                return
-        flat.start_speculative(self._ticket, self._expected)
+        """See `Speculation.gather`."""
+        self._speculation.gather(unit, flat)
 
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
-            self._ticket = self._steps.ticket(self._began, None if self.batch is None else self.batch.generation)
-            speculates = self._unclipped and not self._ticket.is_void
-            self._expected = self.expected_hyper() if speculates and self.expected_hyper is not None else None
-            self._expect(self._expected)
+            batch = self.accumulation.batch
+            self._ticket = self._steps.ticket(self._began, None if batch is None else batch.generation)
+            speculates = self._speculation.unclipped and not self._ticket.is_void
+            hyper = self.expected_hyper() if speculates and self.expected_hyper is not None else None
+            self._speculation.begin(self._ticket, hyper)
+            self._expect(hyper)
         return self._ticket
 
     def _expect(self, hyper: Sequence[Hyper] | None) -> None:
@@ -207,40 +155,21 @@ class ServerRuntime(Runtime):
     # ------------------------------------------------------------------ the step
 
     def register_optimizer(self, spec: OptimizerSpec) -> None:
-        """Give the job its optimizer.
-
-        Raises:
-            LayoutMismatch: another worker made another optimizer.
-        """
-        self._steps.register_optimizer(spec)
-        self._optimizer = spec.name
+        """See `ServedOptimizer.register`."""
+        self._optimizer.register(spec)
 
     def change_optimizer(self, spec: OptimizerSpec, *, retains_moments: bool = False) -> None:
-        """See `Runtime.change_optimizer`.
-
-        Raises:
-            Misuse: replicas step asynchronously, so no step is the next one of all.
-            InvalidRequest: the model cannot have this optimizer.
-            Busy: the shard servers have no memory for its moments.
-        """
-        if self._wrapping.spec.policy.asynchronous:
-            raise Misuse(
-                f"{self._wrapping.name!r} has an optimizer already, and under an asynchronous policy there is no step "
-                "with which another could take its place; give all groups when you make it, and change their values"
-            )
-        self._steps.check_optimizer(spec)
-        retains = retains_moments and (self._change is None or self._change.retains_moments)
-        self._change, self._change_at = OptimizerChange(spec=spec, retains_moments=retains), self.version
+        """See `ServedOptimizer.replace`."""
+        self._optimizer.replace(spec, retains_moments=retains_moments)
 
     def retain_moments(self) -> None:
         """See `Runtime.retain_moments`."""
-        if self._change is not None:
-            self._change = replace(self._change, retains_moments=True)
+        self._optimizer.retain_moments()
 
     @property
     def changes_optimizer(self) -> bool:
         """See `Runtime.changes_optimizer`; False once the others have made that step without this worker."""
-        return self._change is not None and self._change_at == self.version
+        return self._optimizer.change is not None
 
     @property
     def committed(self) -> Mapping[str, str]:
@@ -272,12 +201,12 @@ class ServerRuntime(Runtime):
         If gradients were withdrawn and no forward came since, this is the step that the withdrawal has ended already:
         the other workers make no further one.
         """
-        if self.accumulating:
-            assert self.batch is not None
+        batch = self.accumulation.batch
+        if batch is not None and not batch.is_last:
             self.sent.decided(None)
-            reason = f"micro-batch {self.batch.index + 1} of {self.batch.count} of this worker's in the step"
+            reason = f"micro-batch {batch.index + 1} of {batch.count} of this worker's in the step"
             return StepResult(committed=False, version=self.version, grad_norm=0.0, reason=reason)
-        of_loader = {} if self.batch is None else self.batch.commit
+        of_loader = {} if batch is None else batch.commit
         if taken := commit.keys() & of_loader.keys():
             raise InvalidRequest(f"the loader commits {min(taken)!r} with this step; give your value another name")
         together = {**commit, **of_loader}
@@ -294,46 +223,46 @@ class ServerRuntime(Runtime):
                 flat = unit.trainable
                 if flat is None or flat.index in self._pushed:
                     continue
-                if flat.has_grads or not self._zeroed.isdisjoint(flat.params):
+                if flat.grads.present or not self._zeroed.isdisjoint(flat.params):
                     self._push(flat)
-                    self._gather_speculative(unit, flat)
+                    self._speculation.gather(unit, flat)
                 else:
-                    self._note_gradients(flat, [False] * len(flat.params))
-                    self._pushes.append(self._send(flat.index, None, ticket))
+                    self._step.note(flat, [False] * len(flat.params), self._zeroed)
+                    self._step.push_nothing(flat.index, ticket)
+                    self._step.retain(flat.index, None)
                     self._pushed.add(flat.index)
-                    self._retained[flat.index] = None
-            change = self._change if self.changes_optimizer else None
+            change = self._optimizer.change
             vote = partial(
                 self._steps.vote,
                 max_norm=max_norm,
                 hyper=hyper,
                 commit=together,
                 optimizer=change,
-                untouched=self._untouched,
+                untouched=self._step.untouched,
             )
             with profiled("vote"):
-                decision = vote(ticket, self._pushes)
-            for _ in range(self.resends if self.batch is None else 0):  # a loader gives its batches again by itself
+                decision = vote(ticket, self._step.pushes)
+            for _ in range(self.resends if batch is None else 0):  # a loader gives its batches again by itself
                 if decision.outcome is not Outcome.ABORT or decision.refused:
                     break
-                self._settle_speculative(None)
+                self._speculation.settle(None)
                 self.on_abort()
                 self._steps.view.job.wait_complete()
                 before, ticket = ticket, self._steps.ticket(self._began)
-                decision = vote(ticket, self._send_again(before, ticket))
+                decision = vote(ticket, self._step.push_again(before, ticket))
             if decision.outcome is Outcome.ABORT:
                 self._steps.view.job.wait_complete()
         finally:
-            self._unclipped = max_norm == 0.0
-            self._settle_speculative(decision)
+            self._speculation.unclipped = max_norm == 0.0
+            self._speculation.settle(decision)
             self._end_step(decision)
             self.counters.step_wait_s += time.perf_counter() - began
         if decision.outcome is Outcome.COMMIT and change is not None:
-            self._change, self._optimizer = None, change.spec.name
+            self._optimizer.changed(change)
             self.moments_of = self.moments_of if change.retains_moments else decision.version
-        self._training = True
+        self.gathering.training = True
         for unit in (u for u in self.units if u.depth):  # a forward makes its steps itself, and reads on
-            self._need(unit)
+            self.gathering.need(unit)
         result = self._decided(decision, decision.grad_norm)
         reached(Moment.BETWEEN_STEPS, decision.version)
         return result
@@ -343,15 +272,15 @@ class ServerRuntime(Runtime):
         release_held(self.units)
         self.sent.decided(None if decision is None else decision.grad_norm)
         if decision is not None and decision.outcome is not Outcome.ABORT:
-            self.sent.retain(param._axon_home for param in self._applied)  # type: ignore[attr-defined]
+            self.sent.retain(param._axon_home for param in self._step.applied)  # type: ignore[attr-defined]
         self._ticket, self._began, self.has_gradients = None, self._steps.view.latest, False
-        self._read = self.now
+        self.one_version.at = self.now
         for flat in self.flats:
             flat.expire_views()
-        self._pushes, self._pushed = [], set()
-        self._untouched, self._applied = [], []
-        self._retained.clear()
-        self.batch, self.decisions = None, self.decisions + 1
+        self._step.end()
+        self._pushed = set()
+        self.accumulation.batch = None
+        self.decisions += 1
 
     def _withdraw(self) -> None:
         """See `Runtime._withdraw`."""
@@ -360,8 +289,8 @@ class ServerRuntime(Runtime):
             ticket = self._current_ticket()
             for flat in self.flats:  # no gradients of others wait for these
                 if flat.trainable and flat.index not in self._pushed:
-                    self._pushes.append(self._send(flat.index, None, ticket))
-            decision = self._steps.vote(ticket, self._pushes, max_norm=0.0, hyper=(), withdrawn=True)
+                    self._step.push_nothing(flat.index, ticket)
+            decision = self._steps.vote(ticket, self._step.pushes, max_norm=0.0, hyper=(), withdrawn=True)
             _logger.warning(
                 "the gradients that were sent for step %s were withdrawn by zero_grad(): it was aborted (%s)",
                 decision.step,
@@ -369,18 +298,10 @@ class ServerRuntime(Runtime):
             )
             self._steps.view.job.wait_complete()
         finally:
-            self._settle_speculative(None)
+            self._speculation.settle(None)
             self._end_step(decision)
             self.counters.step_wait_s += time.perf_counter() - began
         self._withdrawn = self._decided(decision, 0.0)
-
-    def _send_again(self, before: Ticket, ticket: Ticket) -> list[Pending]:
-        """Send the retained gradients, for another attempt at the step; see Note: [Sending again]."""
-        if before.num_replicas != ticket.num_replicas:
-            for copy in self._retained.values():
-                if copy is not None:
-                    copy.mul_(before.num_replicas / ticket.num_replicas)
-        return [self._send(unit, copy, ticket) for unit, copy in self._retained.items()]
 
     def copy_from(self, other: Self, weight: float) -> StepResult:
         """See `Runtime.copy_from`.
@@ -395,7 +316,7 @@ class ServerRuntime(Runtime):
             decision = self._steps.copy_from(other._client, weight)
             if decision.outcome is Outcome.ABORT:
                 self._steps.view.job.wait_complete()
-            self._change_at += decision.version - before
+            self._optimizer.moved(decision.version - before)
         finally:
             self._began = self._steps.view.latest
             self.counters.step_wait_s += time.perf_counter() - began
@@ -408,7 +329,7 @@ class ServerRuntime(Runtime):
                 f"{decision.refused} steps in a row were aborted because of what the workers voted, the last one since "
                 f"{decision.reason}. The parameters are those of version {decision.version}"
             )
-        self._prefetch()
+        self.gathering.prefetch()
         committed = decision.outcome is Outcome.COMMIT
         if committed:
             self.on_commit()
@@ -416,40 +337,7 @@ class ServerRuntime(Runtime):
         result = StepResult(committed=committed, version=decision.version, grad_norm=norm, reason=decision.reason)
         return self.counters.counted(result)
 
-    def _settle_speculative(self, decision: Decision | None) -> None:
-        """Retain speculative gathers if the step was decided as expected, else discard them; None = discard."""
-        as_expected = decision is not None and self._expected is not None and decision.applies(self._expected)
-        untouched = set() if decision is None else set(decision.untouched)
-        for flat in self.flats:
-            first = self._first_parameter[flat.index]
-            if as_expected and untouched.isdisjoint(range(first, first + len(flat.params))):
-                flat.commit_speculative()
-            else:
-                flat.discard_speculative()
-        self._expected = None
-
-    # ------------------------------------------------------------------ the servers' values
-
-    def masters(self) -> Iterator[torch.Tensor]:
-        """See `Runtime.masters`; it takes the memory of one unit at a time."""
-        check_unchanged(self.flats)
-        view, spec = self._client.view, self._wrapping.spec
-        began = view.epoch, view.latest_version
-        for index, unit in enumerate(spec.layout.units):
-            values = torch.empty(unit.numel, dtype=torch.float32, device="cpu")
-            self._client.parameters.gather(index, values.numpy(), exact=True).wait()
-            if (view.epoch, view.latest_version) != began and not spec.policy.asynchronous:
-                raise StepAborted(TORN)
-            yield values
-
-    def replace(self, values: Iterator[torch.Tensor]) -> None:
-        """See `Runtime.replace`."""
-        units = ((index, value.numpy()) for index, value in enumerate(values))
-        world_of(self._wrapping.group).replace_parameters(units, model=self._wrapping.name)
-
-    def gather(self, value: Any) -> list[Any]:
-        """See `Runtime.gather`."""
-        return world_of(self._wrapping.group).gather_json(value, name=f"axon_ps/gather/{self._wrapping.name}")
+    # ------------------------------------------------------------------ checkpoints
 
     def save(
         self,
@@ -471,12 +359,8 @@ class ServerRuntime(Runtime):
             Misuse: the optimizer is to replace another type of optimizer with the next step.
         """
         world, view = world_of(self._wrapping.group), self._client.view
-        change = self._change if optimizer is not None and self.changes_optimizer else None
-        if change is not None and change.spec.name != self._optimizer:
-            raise Misuse(
-                f"an optimizer of type {change.spec.name!r} is to take the place of the model's, {self._optimizer!r}, "
-                "with the next step; load the checkpoint after that step, or before you make another optimizer"
-            )
+        if optimizer is not None:
+            self._optimizer.check_loaded()
         before = view.epoch
         world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
 
@@ -484,11 +368,12 @@ class ServerRuntime(Runtime):
             first = world.is_main_process
             return info_to_json(world.restore_checkpoint(uri, models=[self._wrapping.name])) if first else None
 
-        restored = next(r for r in self.together(LOAD_FAILED, restore) if r is not None)
+        restored = next(r for r in self.masters.together(LOAD_FAILED, restore) if r is not None)
         view.wait_epoch(before + 1)
         if optimizer is not None:
             self.retain_moments()
-        self.moments_of = self._change_at = self.version
+        self._optimizer.restored()
+        self.moments_of = self.version
         return info_from_json(restored)
 
     def release(self) -> None:
@@ -505,3 +390,19 @@ class ServerRuntime(Runtime):
     def statistics(self) -> dict[str, float]:
         """See `Runtime.statistics`; the data plane's are `wire_*`."""
         return {**super().statistics(), **{f"wire_{k}": v for k, v in self._client.statistics().items()}}
+
+
+def _second_push(unit: str) -> Misuse:
+    """Return the error of a gradient that comes when that of its unit was sent already."""
+    if in_reentrant_checkpoint():
+        return Misuse(
+            f"the gradient of unit {unit!r} was sent already. It is used more than once inside "
+            "checkpoint(use_reentrant=True), which makes a backward of each use: pass use_reentrant=False. Or "
+            "this is a second backward before optimizer.step(): step after each one"
+        )
+    return Misuse(
+        f"a second backward before optimizer.step(): the first one's gradient of unit {unit!r} was "
+        "sent already. Step after each backward, with an optimizer of axon_ps.parallel; to accumulate, run all "
+        "backwards but the last one of a step inside model.no_sync(); to drop a gradient that was sent, call "
+        "optimizer.zero_grad()"
+    )

@@ -1,0 +1,69 @@
+"""`Masters`: the values of a model that its optimizer updates, on the shard servers or on every worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from axon_ps import errors
+from axon_ps.errors import AxonError, Disagreement, InvalidRequest
+
+TORN: Final = "the parameters changed while they were read: the job went on without this worker; read them again"
+
+_LONGEST: Final = 2000
+"""Most characters of an error that are sent to the other workers."""
+
+
+class Masters(ABC):
+    """The values that a model's optimizer updates, and the workers that have the model."""
+
+    @abstractmethod
+    def units(self) -> Iterator[torch.Tensor]:
+        """Yield units' values, f32[unit_numel], in layout order; see `FullyShardedDataParallel.full_parameters`."""
+
+    @abstractmethod
+    def replace(self, values: Iterator[torch.Tensor]) -> None:
+        """Give every unit other values, f32[unit_numel], in layout order; those of the worker of lowest rank count."""
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Return a small value of every worker that has the model, in rank order; collective."""
+
+    def together(self, failed: str, perform: Callable[[], Any]) -> list[Any]:
+        """Return small values that `perform` gives, in rank order, once it has ended on all workers; collective.
+
+        Args:
+            failed: beginning of the message that the others get if it fails on one.
+            perform: the part of each worker.
+
+        Raises:
+            Exception: `perform` raised it here.
+            Disagreement: the error of another worker blames the arguments that were given there.
+            AxonError: it failed on another worker by an error of this class.
+        """
+        value, problem = None, None
+        try:
+            value = perform()
+        except Exception as error:
+            problem = error
+        kind, text = ("", "") if problem is None else (type(problem).__name__, str(problem)[:_LONGEST])
+        try:
+            answers = self.gather({"value": value, "error": kind, "text": text})
+        finally:
+            if problem is not None:
+                raise problem
+        if failures := {rank: answer for rank, answer in enumerate(answers) if answer["error"]}:
+            names = "; ".join(f"rank {rank}: {a['error']}: {a['text']}" for rank, a in failures.items())
+            raise _error_of_another(next(iter(failures.values()))["error"])(f"{failed} on {names}")
+        return [answer["value"] for answer in answers]
+
+
+def _error_of_another(name: str) -> type[AxonError]:
+    """Return the class of error to raise here when another worker raised an error of this name."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, AxonError) and not issubclass(kind, InvalidRequest):
+        return kind
+    return Disagreement

@@ -1,0 +1,1 @@
+"""Parts of `ServerRuntime`: the values, the optimizer and the speculative gathers of a model on the shard servers."""

@@ -1,0 +1,65 @@
+"""`Speculation`: gathers of values before the step that makes them is decided.
+
+Note: [Speculative gathers]
+    Under SHARD_GRAD_OP a step would push the full model one way and only then pull it the other way. When gradients
+    are not clipped, a unit's servers know its new values as soon as every replica has pushed it. So each unit is
+    gathered right behind its own push, into a buffer beside the current values, expecting the hyperparameters that the
+    optimizer has now. `step()` commits the buffers if the decision is as expected and discards them if not, so
+    parameters of a step that did not commit are never seen. This costs a second copy of the parameters, in wire dtype.
+    It begins once a step went by without clipping.
+    Under FULL_SHARD the units that the next forward needs first are gathered in this way, as many as fit into memory
+    once backward has freed them: straight into their own memory, which is free then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
+from axon_ps.parallel.fsdp.gathering import UnitGathering
+from axon_ps.types import Decision, Hyper
+from axon_ps.worker.steps.ticket import Ticket
+
+
+class Speculation:
+    """The speculative gathers of the step under way.
+
+    Args:
+        flats: the flat units of the model.
+        first_parameter: by unit, the number of its first parameter.
+        gathering: the units that are in memory.
+
+    Attributes:
+        unclipped: True if the last step was not clipped, so that the next one is expected not to be.
+    """
+
+    def __init__(self, flats: Sequence[FlatUnit], first_parameter: Mapping[int, int], gathering: UnitGathering) -> None:
+        self._flats = flats
+        self._first_parameter = first_parameter
+        self._gathering = gathering
+        self._ticket: Ticket | None = None
+        self._expected: Sequence[Hyper] | None = None
+        self.unclipped = False
+
+    def begin(self, ticket: Ticket, hyper: Sequence[Hyper] | None) -> None:
+        """Expect these hyperparameters in the vote for a step; None = nothing is expected."""
+        self._ticket, self._expected = ticket, hyper
+
+    def gather(self, unit: ModuleUnit, flat: FlatUnit) -> None:
+        """Gather a unit behind its push, as the step is expected to leave it, if it stays here or is needed first."""
+        if self._expected is None or self._ticket is None or not flat.may_speculate:
+            return
+        if flat.resident or flat.source.retains or self._gathering.is_first(unit, flat):
+            flat.start_speculative(self._ticket, self._expected)
+
+    def settle(self, decision: Decision | None) -> None:
+        """Retain the gathers if the step was decided as expected, else discard them; None = discard."""
+        as_expected = decision is not None and self._expected is not None and decision.applies(self._expected)
+        untouched = set() if decision is None else set(decision.untouched)
+        for flat in self._flats:
+            first = self._first_parameter[flat.index]
+            if as_expected and untouched.isdisjoint(range(first, first + len(flat.params))):
+                flat.commit_speculative()
+            else:
+                flat.discard_speculative()
+        self._expected = None
