@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.pipeline.stage import Chain, Tensors, as_tuple
+from axon_ps.parallel.pipeline.stage import StageModules, Tensors, as_tuple
 
 
 def even(count: int, num_sizes: int) -> list[int]:
@@ -42,11 +42,11 @@ def single(tensors: Tensors) -> Any:
     return tensors[0] if len(tensors) == 1 else tensors
 
 
-def chain(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[Chain]:
+def chain(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[StageModules]:
     """Make stages of `sizes` modules each; their children are named by their position among all modules."""
     chains, index = [], 0
     for size in sizes:
-        chains.append(Chain())
+        chains.append(StageModules())
         for _ in range(size):
             chains[-1].add_module(str(index), modules[index])
             index += 1

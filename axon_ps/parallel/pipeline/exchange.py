@@ -20,7 +20,7 @@ from torch import Tensor
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, Disagreement, InvalidRequest
 from axon_ps.host.shared_memory import boot_id
-from axon_ps.parallel.pipeline.timeline import Span, Timeline
+from axon_ps.parallel.pipeline.timeline import ActionSpan, Timeline
 from axon_ps.texts import value_of_json
 
 HEADER_BYTES = 1024
@@ -105,7 +105,7 @@ def spread(group: ProcessGroup, tensors: tuple[Tensor, ...], root: int, device: 
     return tensors
 
 
-def gather_timeline(group: ProcessGroup, spans: Sequence[Span]) -> Timeline:
+def gather_timeline(group: ProcessGroup, spans: Sequence[ActionSpan]) -> Timeline:
     """Gather all ranks' spans, on rank 0's clock.
 
     Ranks on one boot of a host share a clock. Other clocks are compared by the times at which barriers return.
@@ -119,12 +119,12 @@ def gather_timeline(group: ProcessGroup, spans: Sequence[Span]) -> Timeline:
     text = np.frombuffer(json.dumps([s.as_json() for s in spans]).encode(), np.uint8)
     sizes = exchange(group, text.size)
     joined = group.all_gather(text, counts=sizes).tobytes()
-    found: list[Span] = []
+    found: list[ActionSpan] = []
     for clock, size, begin in zip(clocks, sizes, np.cumsum([0, *sizes[:-1]]), strict=True):
         offsets = np.subtract(clock["times"], clocks[0]["times"])
         offset_s = 0.0 if clock["boot"] == clocks[0]["boot"] else float(np.median(offsets))
         found.extend(
-            Span.from_json(fields, offset_s)
+            ActionSpan.from_json(fields, offset_s)
             for fields in value_of_json(joined[begin : begin + size], "spans", max_bytes=size)
         )
     return Timeline(tuple(found), len(sizes))

@@ -33,7 +33,7 @@ from axon_ps.parallel.pipeline.exchange import agree, end_together, exchange, ga
 from axon_ps.parallel.pipeline.executor import Executor, StageFailed, Step
 from axon_ps.parallel.pipeline.memory import PipelineMemoryStats, peak
 from axon_ps.parallel.pipeline.schedule import PipelineSchedule, actions, check, owners
-from axon_ps.parallel.pipeline.stage import Chain, LossFunction, PipelineStage, split_backward
+from axon_ps.parallel.pipeline.stage import LossFunction, PipelineStage, StageModules, split_backward
 from axon_ps.parallel.pipeline.ties import Tie, TiedParameters, find_ties
 from axon_ps.parallel.pipeline.timeline import Timeline
 from axon_ps.worker.world import World
@@ -384,7 +384,7 @@ class Pipeline(nn.Module):
         """Make the stages' modules this module's."""
         by_hand = nn.ModuleDict()
         for index, stage in self._local.items():
-            if isinstance(stage.module, Chain):
+            if isinstance(stage.module, StageModules):
                 for name, child in stage.module.named_children():
                     self.add_module(name, child)
             else:
