@@ -11,6 +11,7 @@ from torch import nn
 from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.parallel.by_reference import ByReference
+from axon_ps.parallel.chunks import Shards
 from axon_ps.parallel.tensor.partition import Partition
 
 
@@ -55,9 +56,7 @@ class TensorParallelModule(nn.Module):
         partition = self.partitions.get(name)
         if partition is None or partition.num_shards == 1:
             return value.detach().clone()
-        rows = value.detach().movedim(partition.dim, 0).contiguous()
-        gathered: torch.Tensor = self.group.all_gather(rows, counts=partition.counts)
-        return gathered.movedim(0, partition.dim).contiguous()
+        return Shards(self.group, partition.dim, partition.counts).gather(value.detach())
 
     def shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor of a parameter's full shape; a view if there are several shards."""
