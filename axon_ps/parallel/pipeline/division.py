@@ -56,9 +56,6 @@ def divide(
         ranks: number of ranks.
         schedule: the order of work.
         sizes: modules by stage; None = as even as possible, the first stages have one more.
-
-    Raises:
-        InvalidRequest: the modules cannot be cut so.
     """
     named = [(str(index), module) for index, module in enumerate(modules)]
     if not ranks <= num_stages <= len(named):

@@ -120,9 +120,6 @@ def actions(
         rank: the rank whose actions are returned.
         microbatches: m.
         training: True = with backwards.
-
-    Raises:
-        InvalidRequest: see `check`.
     """
     ranks = max(owner) + 1
     check(schedule, ranks, microbatches)

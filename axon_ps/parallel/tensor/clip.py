@@ -51,7 +51,7 @@ def grad_norm(
     modules = [module] if isinstance(module, nn.Module) else list(module)
     skipped = {id(p) for p in counted_elsewhere}
     sharded: dict[int, ProcessGroup] = {
-        id(layer.get_parameter(name)): layer.group for m in modules for _, layer, name in sharded_parameters(m)
+        id(layer.get_parameter(name)): layer.group for m in modules for layer, name in sharded_parameters(m).values()
     }
     groups = {id(group): group for group in sharded.values()}
     parameters = {id(p): p for m in modules for p in m.parameters() if p.grad is not None and id(p) not in skipped}

@@ -58,6 +58,10 @@ class TensorParallelModule(nn.Module):
             return value.detach().clone()
         return Shards(self.group, partition.dim, partition.counts).gather(value.detach())
 
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a sharded parameter in full."""
+        return self.partitions[name].full_shape(self.get_parameter(name).shape)
+
     def shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor of a parameter's full shape; a view if there are several shards."""
         partition = self.partitions.get(name)
