@@ -14,6 +14,8 @@ Invariants, tested for every small p, k and m:
 Sources: GPipe (https://arxiv.org/abs/1811.06965); 1F1B (PipeDream-Flush, https://arxiv.org/abs/2006.09503); interleaved
 1F1B (https://arxiv.org/abs/2104.04473, with any m that divides into m // p rounds, as `torch.distributed.pipelining`);
 zero bubble ZB1P (https://arxiv.org/abs/2401.10241). The tests hold the tables equal to torch's.
+Those need stages with a process group. torch has none for fewer microbatches than ranks and for several neighbouring
+stages on a rank, and its 1F1B numbers the forwards of the last rank from 1.
 """
 
 from __future__ import annotations
