@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.work import Work
 from axon_ps.parallel.compile import uncompiled
 
 Matrix = tuple[torch.Tensor, torch.Tensor | None]
@@ -113,21 +114,21 @@ def _begun(call: Callable[..., Any], x: torch.Tensor) -> Wait:
     of several groups on one stream differently on each rank, and NCCL would deadlock.
     """
     if x.device.type == "cpu":
-        wait: Wait = call(x, async_op=True).wait
-        return wait
+        work: Work[torch.Tensor] = call(x, async_op=True)
+        return lambda: work.wait()
     result: torch.Tensor = call(x)
     return lambda: result
 
 
 def _gather(x: torch.Tensor, group: ProcessGroup, dim: int) -> Wait:
     """Begin to gather the full sequence."""
-    wait = _begun(group.all_gather, x.movedim(dim, 0).contiguous())
-    return lambda: wait().movedim(0, dim)
+    rows = _begun(group.all_gather, x.movedim(dim, 0).contiguous())
+    return lambda: rows().movedim(0, dim)
 
 
 def _reduce(partial: torch.Tensor, group: ProcessGroup, dim: int | None) -> Wait:
     """Begin the sum over the ranks, or for a sequence this rank's shard of it."""
     if dim is None:
         return _begun(group.all_reduce, partial.contiguous())
-    wait = _begun(group.reduce_scatter, partial.movedim(dim, 0).contiguous())
-    return lambda: wait().movedim(0, dim)
+    rows = _begun(group.reduce_scatter, partial.movedim(dim, 0).contiguous())
+    return lambda: rows().movedim(0, dim)
