@@ -71,10 +71,7 @@ def load_full_optimizer_state_dict(
         for key, value in state["state"][full].items():
             if full in sharded and isinstance(value, torch.Tensor) and value.dim():
                 layer, name = sharded[full]
-                needed = layer.full_shape(name)
-                if tuple(value.shape) != needed:
-                    raise LayoutMismatch(f"{key} of {full!r} is {list(value.shape)}; the full one has {list(needed)}")
-                value = layer.shard_of(name, value)
+                value = layer.checked_shard_of(name, value, f"{key} of {full!r}")
             # The optimizer gets a copy: else it would go on working in the memory of the given state.
             loaded[index][key] = value.clone() if isinstance(value, torch.Tensor) else value
     new_groups = [{**theirs, "params": ours["params"]} for ours, theirs in zip(groups, given, strict=True)]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from axon_ps.errors import LayoutMismatch
 from axon_ps.parallel.tensor.module import TensorParallelModule
 
 
@@ -62,13 +61,8 @@ def local_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, A
     """
     result = dict(state)
     for full, (layer, name) in sharded_parameters(module).items():
-        if full not in result:
-            continue
-        needed = layer.full_shape(name)
-        given = tuple(result[full].shape)
-        if given != needed:
-            raise LayoutMismatch(f"{full!r} of the state dict is {list(given)}; the full one has {list(needed)}")
-        result[full] = layer.shard_of(name, result[full])
+        if full in result:
+            result[full] = layer.checked_shard_of(name, result[full], f"{full!r} of the state dict")
     return result
 
 
