@@ -4,6 +4,9 @@ Owns: coordinates, and one group for each line of ranks (or plane, or more) that
 axis means; wrappers and layers are given its groups. Ranks are laid out in row-major order: the axis given last runs
 fastest, so its ranks are neighbours, usually on one host. The axis that communicates most, tensor, belongs there.
 
+torch's `DeviceMesh` needs the default process group, of which a process has one. A `Mesh` is of any group, also of
+ranks that are threads; `Mesh.device_mesh` makes torch's where there is a process group.
+
 Invariants:
 - All members have agreed on axes and sizes before a mesh exists.
 - A group of the mesh is made by its members alone and without a message, under a name that no other group has. So

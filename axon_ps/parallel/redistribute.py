@@ -22,15 +22,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.chunks import counts_of
-from axon_ps.parallel.compile import uncompiled
+from axon_ps.parallel.chunks import Shards, all_reduce, counts_of, exchanged
 from axon_ps.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -124,8 +122,7 @@ def redistribute(
     calls = plan.first.calls if plan.first is not None else None
     with calls.preparing("redistribute", local.is_cuda, None, False) if calls is not None else contextlib.nullcontext():
         _check(local, plan)
-    result: torch.Tensor = _apply(local, plan)
-    return result
+    return exchanged(local, lambda x: _moved(x, plan), lambda grad: _mirrored(grad, plan))
 
 
 def _placements(axes: Mapping[str, ProcessGroup], given: Placements, ndim: int) -> tuple[_Placement, ...]:
@@ -194,26 +191,13 @@ def _check(local: torch.Tensor, plan: _Plan) -> None:
         raise InvalidRequest("only sums and averages have a gradient; redistribute x.detach()")
 
 
-@uncompiled
-def _apply(local: torch.Tensor, plan: _Plan) -> Any:
-    return _Redistribute.apply(local, plan)  # type: ignore[no-untyped-call]
-
-
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        ctx.plan = plan
-        return _moved(local, plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        plan: _Plan = ctx.plan
-        source, target = ([_Placement(p.dim) for p in placements] for placements in (plan.source, plan.target))
-        for axis in plan.changing:
-            if plan.source[axis].op is ReduceOp.AVERAGE:
-                grad = grad / plan.groups[axis].world_size
-        return _moved(grad, _planned(plan.groups, tuple(target), tuple(source), plan.shape)), None
+def _mirrored(grad: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    """Return the gradient in `source`, from that in `target`. Collective as `_moved`."""
+    source, target = ([_Placement(p.dim) for p in placements] for placements in (plan.source, plan.target))
+    for axis in plan.changing:
+        if plan.source[axis].op is ReduceOp.AVERAGE:
+            grad = grad / plan.groups[axis].world_size
+    return _moved(grad, _planned(plan.groups, tuple(target), tuple(source), plan.shape))
 
 
 def _moved(local: torch.Tensor, plan: _Plan) -> torch.Tensor:
@@ -223,46 +207,33 @@ def _moved(local: torch.Tensor, plan: _Plan) -> torch.Tensor:
         assert new.dim is not None
         if old.dim is None:
             assert old.op is not None
-            local = _reduce_scatter(local, group, new.dim, old.op)
+            local = _shards(local, group, new.dim).reduce_scatter(local, old.op)
         else:
             local = _all_to_all(local, group, old.dim, new.dim, plan.extent(old.dim, axis))
     for axis in reversed(plan.others):
         old, group = plan.source[axis], plan.groups[axis]
         if old.op is not None:
-            local = local.clone(memory_format=torch.contiguous_format)
-            group.all_reduce(local, old.op)
+            local = all_reduce(local, group, old.op)
         elif old.dim is not None:
-            local = _all_gather(local, group, old.dim, plan.extent(old.dim, axis))
+            local = Shards(group, old.dim, counts_of(plan.extent(old.dim, axis), group.world_size)).gather(local)
     for axis in plan.others:
         new, group = plan.target[axis], plan.groups[axis]
         if new.dim is not None:
-            local = _shards(local, new.dim, group.world_size)[group.rank]
-    return local.clone(memory_format=torch.contiguous_format)
+            local = _shards(local, group, new.dim).own(local)
+    return local
 
 
-def _shards(local: torch.Tensor, dim: int, n: int) -> Sequence[torch.Tensor]:
-    return torch.split(local, list(counts_of(local.size(dim), n)), dim=dim)
-
-
-def _all_gather(local: torch.Tensor, group: ProcessGroup, dim: int, size: int) -> torch.Tensor:
-    rows = local.movedim(dim, 0).contiguous()
-    full: torch.Tensor = group.all_gather(rows, counts=counts_of(size, group.world_size))
-    return full.movedim(0, dim)
-
-
-def _reduce_scatter(local: torch.Tensor, group: ProcessGroup, dim: int, op: ReduceOp) -> torch.Tensor:
-    rows = local.movedim(dim, 0).contiguous()
-    ours: torch.Tensor = group.reduce_scatter(rows, op, counts=counts_of(len(rows), group.world_size))
-    return ours.movedim(0, dim)
+def _shards(local: torch.Tensor, group: ProcessGroup, dim: int) -> Shards:
+    return Shards(group, dim, counts_of(local.size(dim), group.world_size))
 
 
 def _all_to_all(local: torch.Tensor, group: ProcessGroup, old: int, new: int, size: int) -> torch.Tensor:
     """Return the shard along `new` of a tensor that is sharded along `old`, whose size is `size`."""
-    n = group.world_size
-    sent = [shard.reshape(-1) for shard in _shards(local, new, n)]
+    lengths = counts_of(local.size(new), group.world_size)
+    sent = [shard.reshape(-1) for shard in torch.split(local, list(lengths), dim=new)]
     shape = list(local.shape)
-    shape[new] = counts_of(local.size(new), n)[group.rank]
-    shapes = [[*shape[:old], length, *shape[old + 1 :]] for length in counts_of(size, n)]
+    shape[new] = lengths[group.rank]
+    shapes = [[*shape[:old], length, *shape[old + 1 :]] for length in counts_of(size, group.world_size)]
     counts = [torch.Size(s).numel() for s in shapes]
     flat: torch.Tensor = group.all_to_all(
         torch.cat(sent), output_counts=counts, input_counts=[shard.numel() for shard in sent]

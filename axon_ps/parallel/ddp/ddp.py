@@ -2,6 +2,11 @@
 
 Owns: the work around forward: buffers, parameters that are the same everywhere, ranks that run out of data.
 Refuses: parameters on shard servers (`fsdp` has those) and gradients (`reducer` has them).
+
+torch's wrapper runs over the backend "axon", too. This one needs no default process group, and averages outside of
+`backward` as well. It keeps the class of errors (`MemberLost`), of which torch's reducer makes a `RuntimeError`. It
+refuses parameters that were converted or replaced after wrapping; torch's leaves their gradients as they are on each
+rank.
 """
 
 from __future__ import annotations

@@ -99,11 +99,7 @@ class Reducer:
         self._put_hooks_last()
 
     def set_hook(self, hook: CommunicationHook) -> None:
-        """Average buckets by another hook from now on.
-
-        Raises:
-            Misuse: a backward is under way.
-        """
+        """Average buckets by another hook from now on."""
         self.check_idle()
         hook.attach(_own_group(self._control))
         self._hook = hook
@@ -120,11 +116,7 @@ class Reducer:
     # ------------------------------------------------------------------ calls of the wrapper
 
     def check_idle(self) -> None:
-        """Check that no backward is under way.
-
-        Raises:
-            Misuse: one is, or one was broken off.
-        """
+        """Check that no backward is under way, and that none was broken off."""
         if self._round is not None:
             raise Misuse(
                 "a backward is under way, or was broken off by an error, and some gradients are on their way to the "
@@ -132,11 +124,7 @@ class Reducer:
             )
 
     def check_parameters(self) -> None:
-        """Check, before a forward, that the gradients will fit into the buckets.
-
-        Raises:
-            Misuse: the dtype, device or shape of a parameter has changed since; the message names it.
-        """
+        """Check, before a forward, that the gradients will fit into the buckets."""
         for index in range(len(self.params)):
             self._check_fits(index)
         self._put_hooks_last()
@@ -153,11 +141,7 @@ class Reducer:
             tensor.register_hook(partial(_backward_begins, me))  # type: ignore[no-untyped-call]
 
     def reduce_now(self) -> None:
-        """Average `param.grad`, outside of any backward. A gradient that no rank has stays None. Collective.
-
-        Raises:
-            Misuse: a backward is under way.
-        """
+        """Average `param.grad`, outside of any backward. A gradient that no rank has stays None. Collective."""
         self.check_idle()
         for index, param in enumerate(self.params):
             self._used[index] = self._used[index] or param.grad is not None

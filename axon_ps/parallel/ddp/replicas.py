@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from axon_ps.collectives.arrays import check_memory
+from axon_ps.collectives.objects import broadcast_object_list
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import LayoutMismatch
-from axon_ps.types import Array
 
 PACKED_BYTES = 25 << 20
 """Tensors are packed up to this size; a larger one is sent without a copy."""
@@ -32,14 +32,11 @@ def check_same(group: ProcessGroup, lines: Sequence[str]) -> None:
         LayoutMismatch: some ranks differ from rank 0; raised on every rank. The message names those ranks, or on one of
             them the line that differs.
     """
-    text = np.frombuffer("\n".join(lines).encode(), np.uint8)
-    digest = np.frombuffer(hashlib.sha256(text.tobytes()).digest(), np.uint8)
+    digest = np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.uint8)
     digests = group.all_gather(digest).reshape(group.size, -1)
     if not (different := [r for r in range(group.size) if not np.array_equal(digests[r], digests[0])]):
         return
-    size = group.broadcast(np.array([text.size], np.int64))
-    theirs: Array = text.copy() if group.rank == 0 else np.empty(int(size[0]), np.uint8)
-    expected = group.broadcast(theirs).tobytes().decode().split("\n")
+    (expected,) = broadcast_object_list([list(lines)], 0, group)
     if list(lines) == expected:
         raise LayoutMismatch(f"the ranks {different} of {group.name!r} wrap another module than rank 0 and this rank")
     at = next((i for i, (a, b) in enumerate(zip(lines, expected, strict=False)) if a != b), None)

@@ -6,6 +6,7 @@ memory     the number of microbatches that a stage holds: pure
 stage      a stage's forward and backward
 channel    messages between stages
 executor   one rank's actions of one step
+lifecycle  the end of a step on all ranks, and of the pipeline
 ties       parameters that several stages share
 pipeline   `Pipeline`, the public class
 dcp        a pipeline's optimizer for torch.distributed.checkpoint

@@ -54,7 +54,7 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Message:
+class StageMessage:
     """The message of a stage to a neighbour.
 
     Attributes:
@@ -86,9 +86,9 @@ class Channel:
         self._rank = group.rank if group is not None else 0
         self._owner = owner
         self._devices = devices
-        self._queues: dict[Edge, deque[Message]] = {}
+        self._queues: dict[Edge, deque[StageMessage]] = {}
         self._work_queues: dict[Edge, WorkQueue] = {}
-        self._receiving: dict[Edge, Future[Message]] = {}
+        self._receiving: dict[Edge, Future[StageMessage]] = {}
         self._expected: Counter[Edge] = Counter()
         self._sending: list[Future[None]] = []
         self._sent = False
@@ -99,7 +99,7 @@ class Channel:
         for edge in self._expected:
             self._begin_receive(edge)
 
-    def send(self, edge: Edge, message: Message) -> None:
+    def send(self, edge: Edge, message: StageMessage) -> None:
         """Send a message in the background.
 
         Raises:
@@ -113,7 +113,7 @@ class Channel:
         flats = [arrays.flatten(t.detach().contiguous(), writable=False) for t in message.tensors]
         self._dispatch(edge, [header, *flats])
 
-    def receive(self, edge: Edge) -> Message:
+    def receive(self, edge: Edge) -> StageMessage:
         """Return the next message of an edge; block until it is there.
 
         Raises:
@@ -177,7 +177,7 @@ class Channel:
             self._expected[edge] -= 1
             self._receiving[edge] = self._work_queue(edge).submit(lambda: self._receive_message(edge))
 
-    def _receive_message(self, edge: Edge) -> Message:
+    def _receive_message(self, edge: Edge) -> StageMessage:
         group, source = self._group, self._owner[edge.sender]
         assert group is not None
         header = np.empty(HEADER_BYTES, np.uint8)
@@ -195,4 +195,4 @@ class Channel:
             if where.type == "cuda":  # another stream than this thread's will use it
                 torch.cuda.current_stream(where).synchronize()
             tensors.append(tensor)
-        return Message(tuple(tensors), tuple(fields["grads"]), fields["loss_weight"])
+        return StageMessage(tuple(tensors), tuple(fields["grads"]), fields["loss_weight"])

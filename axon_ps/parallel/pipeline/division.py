@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.pipeline.stage import Chain, Tensors, as_tuple
+from axon_ps.parallel.pipeline.schedule import PipelineSchedule
+from axon_ps.parallel.pipeline.stage import StageModules, Tensors, as_tuple
 
 
 def even(count: int, num_sizes: int) -> list[int]:
@@ -42,12 +45,28 @@ def single(tensors: Tensors) -> Any:
     return tensors[0] if len(tensors) == 1 else tensors
 
 
-def chain(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[Chain]:
-    """Make stages of `sizes` modules each; their children are named by their position among all modules."""
-    chains, index = [], 0
-    for size in sizes:
-        chains.append(Chain())
-        for _ in range(size):
-            chains[-1].add_module(str(index), modules[index])
-            index += 1
-    return chains
+def divide(
+    modules: Iterable[nn.Module], num_stages: int, ranks: int, schedule: PipelineSchedule, sizes: Sequence[int] | None
+) -> list[StageModules]:
+    """Divide the modules of a model into stages; children are named by their position among all modules.
+
+    Args:
+        modules: of the full model, in order.
+        num_stages: number of stages.
+        ranks: number of ranks.
+        schedule: the order of work.
+        sizes: modules by stage; None = as even as possible, the first stages have one more.
+    """
+    named = [(str(index), module) for index, module in enumerate(modules)]
+    if not ranks <= num_stages <= len(named):
+        raise InvalidRequest(
+            f"{len(named)} modules were to become {num_stages} stages on {ranks} ranks; every rank needs a "
+            "stage, and every stage a module"
+        )
+    if schedule.loops and num_stages % ranks:
+        raise InvalidRequest(f"{schedule.name} needs as many stages on every rank; {num_stages} on {ranks} are not")
+    sizes = even(len(named), num_stages) if sizes is None else list(sizes)
+    if len(sizes) != num_stages or sum(sizes) != len(named) or min(sizes) < 1:
+        raise InvalidRequest(f"sizes are {sizes}; needed are {num_stages} numbers from 1 that sum to {len(named)}")
+    ends = list(itertools.accumulate(sizes))
+    return [StageModules(OrderedDict(named[end - size : end])) for size, end in zip(sizes, ends, strict=True)]

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from axon_ps.collectives.objects import all_gather_object
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, Disagreement, InvalidRequest
 from axon_ps.host.shared_memory import boot_id
-from axon_ps.parallel.pipeline.timeline import Span, Timeline
+from axon_ps.parallel.pipeline.timeline import ActionSpan, Timeline
 from axon_ps.texts import value_of_json
 
 HEADER_BYTES = 1024
@@ -71,9 +72,6 @@ def agree(group: ProcessGroup | None, stages: int, description: str, rest: Any) 
 
     Returns:
         The number of stages of each rank.
-
-    Raises:
-        Disagreement: the ranks gave different arguments; raised on every rank.
     """
     if group is None:
         return [stages]
@@ -105,7 +103,7 @@ def spread(group: ProcessGroup, tensors: tuple[Tensor, ...], root: int, device: 
     return tensors
 
 
-def gather_timeline(group: ProcessGroup, spans: Sequence[Span]) -> Timeline:
+def gather_timeline(group: ProcessGroup, spans: Sequence[ActionSpan]) -> Timeline:
     """Gather all ranks' spans, on rank 0's clock.
 
     Ranks on one boot of a host share a clock. Other clocks are compared by the times at which barriers return.
@@ -115,16 +113,11 @@ def gather_timeline(group: ProcessGroup, spans: Sequence[Span]) -> Timeline:
         group.barrier()
         return time.monotonic()
 
-    clocks = exchange(group, {"boot": boot_id(), "times": [now() for _ in range(_CLOCK_ROUNDS)]})
-    text = np.frombuffer(json.dumps([s.as_json() for s in spans]).encode(), np.uint8)
-    sizes = exchange(group, text.size)
-    joined = group.all_gather(text, counts=sizes).tobytes()
-    found: list[Span] = []
-    for clock, size, begin in zip(clocks, sizes, np.cumsum([0, *sizes[:-1]]), strict=True):
-        offsets = np.subtract(clock["times"], clocks[0]["times"])
-        offset_s = 0.0 if clock["boot"] == clocks[0]["boot"] else float(np.median(offsets))
-        found.extend(
-            Span.from_json(fields, offset_s)
-            for fields in value_of_json(joined[begin : begin + size], "spans", max_bytes=size)
-        )
-    return Timeline(tuple(found), len(sizes))
+    times = [now() for _ in range(_CLOCK_ROUNDS)]
+    gathered = all_gather_object((boot_id(), times, [span.as_json() for span in spans]), group)
+    first_boot, first_times, _ = gathered[0]
+    found: list[ActionSpan] = []
+    for boot, times, listed in gathered:
+        offset_s = 0.0 if boot == first_boot else float(np.median(np.subtract(times, first_times)))
+        found.extend(ActionSpan.from_json(fields, offset_s) for fields in listed)
+    return Timeline(tuple(found), len(gathered))

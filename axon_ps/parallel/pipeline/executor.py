@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from axon_ps.parallel.pipeline.channel import Channel, Edge, Message
-from axon_ps.parallel.pipeline.schedule import Action, Kind
+from axon_ps.parallel.pipeline.channel import Channel, Edge, StageMessage
+from axon_ps.parallel.pipeline.schedule import Action, ActionKind
 from axon_ps.parallel.pipeline.stage import LossFunction, PipelineStage, Tensors
-from axon_ps.parallel.pipeline.timeline import Span
+from axon_ps.parallel.pipeline.timeline import ActionSpan
 
 
 @dataclass(kw_only=True)
@@ -43,7 +43,7 @@ class Step:
     loss_fn: LossFunction | None = None
     loss: Tensor | None = None
     outputs: dict[int, Tensors] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[ActionSpan] = field(default_factory=list)
     peak: int = 0
     peak_by_stage: dict[int, int] = field(default_factory=dict)
 
@@ -103,47 +103,47 @@ class Executor:
             for stage in self._stages.values():
                 stage.clear()
 
-    def _perform(self, step: Step, action: Action, message: Message | None) -> None:
+    def _perform(self, step: Step, action: Action, message: StageMessage | None) -> None:
         begin_s, begin_cpu_s = time.monotonic(), time.thread_time()
         result = self._compute(step, action, message)
         end_cpu_s, end_s = time.thread_time(), time.monotonic()
-        step.spans.append(Span(self._rank, action, begin_s, end_s, end_cpu_s - begin_cpu_s))
+        step.spans.append(ActionSpan(self._rank, action, begin_s, end_s, end_cpu_s - begin_cpu_s))
         edge = _leaving(action)
         if result is not None and edge is not None and 0 <= edge.boundary < self._last:
             self._channel.send(edge, result)
 
-    def _incoming(self, step: Step, action: Action) -> Message | None:
+    def _incoming(self, step: Step, action: Action) -> StageMessage | None:
         edge = _arriving(action)
         if edge is None or edge.boundary >= self._last:
             return None
         if edge.boundary < 0:
             inputs = step.inputs[action.microbatch]
-            return Message(inputs, (False,) * len(inputs), step.loss_weights[action.microbatch])
+            return StageMessage(inputs, (False,) * len(inputs), step.loss_weights[action.microbatch])
         return self._channel.receive(edge)
 
-    def _compute(self, step: Step, action: Action, message: Message | None) -> Message | None:
+    def _compute(self, step: Step, action: Action, message: StageMessage | None) -> StageMessage | None:
         stage, number = self._stages[action.stage], action.microbatch
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             assert message is not None
             result = self._forward(step, action, message)
             step.peak_by_stage[action.stage] = max(step.peak_by_stage[action.stage], stage.live)
             step.peak = max(step.peak, sum(s.live for s in self._stages.values()))
             return result
-        if action.kind is Kind.BACKWARD_WEIGHT:
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
             stage.backward_weight(number)
             return None
         grads = message.tensors if message is not None else None
-        split = action.kind is Kind.BACKWARD_INPUT
-        return Message((stage.backward_input if split else stage.backward)(number, grads))
+        split = action.kind is ActionKind.BACKWARD_INPUT
+        return StageMessage((stage.backward_input if split else stage.backward)(number, grads))
 
-    def _forward(self, step: Step, action: Action, message: Message) -> Message | None:
+    def _forward(self, step: Step, action: Action, message: StageMessage) -> StageMessage | None:
         stage, number, last = self._stages[action.stage], action.microbatch, action.stage == self._last
         if step.loss_fn is None:
             outputs = stage.infer(message.tensors)
             if last:
                 step.outputs[number] = outputs
-            return Message(outputs, (False,) * len(outputs), message.loss_weight)
-        split = any(a.kind is Kind.BACKWARD_WEIGHT for a in step.table)
+            return StageMessage(outputs, (False,) * len(outputs), message.loss_weight)
+        split = any(a.kind is ActionKind.BACKWARD_WEIGHT for a in step.table)
         outputs = stage.forward(number, message.tensors, message.needs_grad, split=split)
         if last:
             target = step.targets[number] if step.targets is not None else None
@@ -151,7 +151,7 @@ class Executor:
             step.loss = loss if step.loss is None else step.loss + loss
             return None
         needs_grad = tuple(y.requires_grad for y in outputs)
-        return Message(tuple(y.detach() for y in outputs), needs_grad, message.loss_weight)
+        return StageMessage(tuple(y.detach() for y in outputs), needs_grad, message.loss_weight)
 
     def _expected(self, table: Iterable[Action]) -> Counter[Edge]:
         edges = (_arriving(action) for action in table)
@@ -163,13 +163,13 @@ def _arriving(action: Action) -> Edge | None:
 
     Microbatches arrive over boundary -1. Nothing arrives over the last one: backward begins there at the loss.
     """
-    if action.kind is Kind.FORWARD:
+    if action.kind is ActionKind.FORWARD:
         return Edge(False, action.stage - 1)
-    return None if action.kind is Kind.BACKWARD_WEIGHT else Edge(True, action.stage)
+    return None if action.kind is ActionKind.BACKWARD_WEIGHT else Edge(True, action.stage)
 
 
 def _leaving(action: Action) -> Edge | None:
     """Return the edge on which an action's result leaves."""
-    if action.kind is Kind.FORWARD:
+    if action.kind is ActionKind.FORWARD:
         return Edge(False, action.stage)
-    return None if action.kind is Kind.BACKWARD_WEIGHT else Edge(True, action.stage - 1)
+    return None if action.kind is ActionKind.BACKWARD_WEIGHT else Edge(True, action.stage - 1)

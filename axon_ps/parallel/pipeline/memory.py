@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.pipeline.schedule import Action, Kind, PipelineSchedule, check
+from axon_ps.parallel.pipeline.schedule import Action, ActionKind, PipelineSchedule, check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ def peak(table: Iterable[Action]) -> int:
     """Return the most microbatches that a rank with these actions holds at once; I frees nothing, W does."""
     live = most = 0
     for action in table:
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             live += 1
             most = max(most, live)
-        elif action.kind is not Kind.BACKWARD_INPUT:
+        elif action.kind is not ActionKind.BACKWARD_INPUT:
             live -= 1
     return most
 

@@ -1,13 +1,7 @@
 """`Pipeline`: a model in stages, over the ranks of a process group or in one process.
 
-Owns: the agreement of the ranks, cutting batches into microbatches, the end of a step (loss, errors, shared
-parameters).
-Refuses: the step itself; see `executor`.
-
-Note: [A step's end]
-    When a rank has done its actions, or cannot go on, all ranks exchange their status: the loss, or the error. So a
-    step ends on all ranks alike. A rank that fails first sends the error on every edge on which others may still wait
-    for it (`Channel.poison`); a rank that receives this does the same. Hence every rank comes to the exchange.
+Owns: the agreement of the ranks, cutting batches into microbatches, shared parameters.
+Refuses: the step itself, and its end; see `executor` and `lifecycle`.
 
 `torch.distributed.pipelining` runs over axon_ps, too (`init_process_group("axon")`). `Pipeline` needs no default
 process group. It takes batches and shapes that change, stages of any number per rank, ties and threads, and ends all
@@ -16,7 +10,6 @@ ranks when one fails. The orders of its schedules are the same, and splitting ba
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -26,19 +19,18 @@ from torch import Tensor, nn
 
 from axon_ps.collectives.functional import as_group
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Misuse, again
+from axon_ps.errors import Closed, InvalidRequest, Misuse
 from axon_ps.parallel.pipeline.channel import Channel, PeerFailed
-from axon_ps.parallel.pipeline.division import chain, cut, even, single
-from axon_ps.parallel.pipeline.exchange import agree, end_together, exchange, gather_timeline, spread
+from axon_ps.parallel.pipeline.division import cut, divide, even, single
+from axon_ps.parallel.pipeline.exchange import agree, gather_timeline, spread
 from axon_ps.parallel.pipeline.executor import Executor, StageFailed, Step
+from axon_ps.parallel.pipeline.lifecycle import Lifecycle
 from axon_ps.parallel.pipeline.memory import PipelineMemoryStats, peak
 from axon_ps.parallel.pipeline.schedule import PipelineSchedule, actions, check, owners
-from axon_ps.parallel.pipeline.stage import Chain, LossFunction, PipelineStage, split_backward
+from axon_ps.parallel.pipeline.stage import LossFunction, PipelineStage, StageModules, split_backward
 from axon_ps.parallel.pipeline.ties import Tie, TiedParameters, find_ties
 from axon_ps.parallel.pipeline.timeline import Timeline
 from axon_ps.worker.world import World
-
-_ERROR_CHARACTERS = 800
 
 
 class Pipeline(nn.Module):
@@ -86,7 +78,6 @@ class Pipeline(nn.Module):
         self._loss_fn = loss_fn
         self._is_mean = loss_reduction == "mean"
         self._last: Step | None = None
-        self._over: AxonError | None = None
         ties = tuple(tuple((int(stage), str(name)) for stage, name in tie) for tie in tied)
         description = f"{self.schedule.value}, {num_microbatches} microbatches"
         counts = agree(group, len(stages), description, (loss_fn is None, loss_reduction, ties))
@@ -97,6 +88,7 @@ class Pipeline(nn.Module):
         self._register()
         self._group = None if group is None else group.new_group(range(group.world_size), backend=group.backend)
         self._channel = Channel(self._group, self.owner, {i: s.device for i, s in self._local.items()})
+        self._lifecycle = Lifecycle(self._group, self._channel)
         if self.schedule is PipelineSchedule.ZERO_BUBBLE:
             split_backward()
         self._executor = Executor(self._local, self.num_stages, self.rank, self._channel)
@@ -138,29 +130,15 @@ class Pipeline(nn.Module):
                 f"num_stages is a {type(num_stages).__name__}; give how many stages the modules become, and the group "
                 "after that: from_modules(modules, num_stages, group)"
             )
-        all_modules, schedule = list(modules), PipelineSchedule(schedule)
-        group = None if group is None else as_group(group)
-        ranks = 1 if group is None else group.world_size
-        if not ranks <= num_stages <= len(all_modules):
-            raise InvalidRequest(
-                f"{len(all_modules)} modules were to become {num_stages} stages on {ranks} ranks; every rank needs a "
-                "stage, and every stage a module"
-            )
-        if schedule.loops and num_stages % ranks:
-            raise InvalidRequest(f"{schedule.name} needs as many stages on every rank; {num_stages} on {ranks} are not")
-        sizes = even(len(all_modules), num_stages) if sizes is None else list(sizes)
-        if len(sizes) != num_stages or sum(sizes) != len(all_modules) or min(sizes) < 1:
-            raise InvalidRequest(
-                f"sizes are {sizes}; needed are {num_stages} numbers from 1 that sum to {len(all_modules)}"
-            )
-        chains = chain(all_modules, sizes)
-        rank = 0 if group is None else group.rank
+        schedule, group = PipelineSchedule(schedule), None if group is None else as_group(group)
+        ranks, rank = (1, 0) if group is None else (group.world_size, group.rank)
+        divided = divide(modules, num_stages, ranks, schedule, sizes)
         owner = owners(schedule, even(num_stages, ranks))
         return cls(
-            [PipelineStage(c, devices[i] if devices else None) for i, c in enumerate(chains) if owner[i] == rank],
+            [PipelineStage(c, devices[i] if devices else None) for i, c in enumerate(divided) if owner[i] == rank],
             schedule=schedule,
             group=group,
-            tied=(*find_ties(chains), *options.pop("tied", ())),
+            tied=(*find_ties(divided), *options.pop("tied", ())),
             **options,
         )
 
@@ -222,7 +200,7 @@ class Pipeline(nn.Module):
         After an error: gradients are undefined, parameters are as before. With a group the pipeline is over, on every
         rank; make another. The group it was given goes on, unless a rank has died.
         """
-        self._check_open()
+        self._lifecycle.check_open()
         if self._loss_fn is None:
             raise Misuse("this pipeline has no loss_fn; give one to train, or call it to infer")
         self._ties.begin()
@@ -255,7 +233,7 @@ class Pipeline(nn.Module):
             if everywhere and self._group is not None:
                 output = spread(self._group, output, self.owner[-1], next(iter(self._local.values())).device)
         except BaseException as error:  # the others may wait for the output
-            self._break(error)
+            self._lifecycle.break_off(error)
             raise
         return single(output) if output else None
 
@@ -285,7 +263,7 @@ class Pipeline(nn.Module):
 
     def close(self) -> None:
         """Free the pipeline's group and threads on this rank; parameters stay. Repeated calls do nothing."""
-        self._end(Closed("the pipeline was closed"))
+        self._lifecycle.end(Closed("the pipeline was closed"))
 
     def __enter__(self) -> Pipeline:
         return self
@@ -299,7 +277,7 @@ class Pipeline(nn.Module):
 
     def _run(self, batch: Any, target: Any, *, training: bool) -> list[float | None]:
         """Do a step; return the loss as each rank has it."""
-        self._check_open()
+        self._lifecycle.check_open()
         failure: StageFailed | PeerFailed | None = None
         table = actions(self.schedule, self.owner, self.rank, self.num_microbatches, training=training)
         step = self._last = Step(table=table, loss_fn=self._loss_fn if training else None)
@@ -309,15 +287,12 @@ class Pipeline(nn.Module):
         except (StageFailed, PeerFailed) as error:
             failure = error
         except BaseException as error:
-            self._break(error)
+            self._lifecycle.break_off(error)
             raise
         finally:
             step.release()
-        return [status["loss"] for status in self._conclude(step, failure)]
-
-    def _check_open(self) -> None:
-        if self._over is not None:
-            raise again(self._over)
+        loss = step.loss.item() if step.loss is not None and failure is None else None
+        return self._lifecycle.conclude(loss, failure)
 
     def _prepare(self, step: Step, batch: Any, target: Any) -> None:
         """Cut this rank's batch and target into microbatches."""
@@ -334,57 +309,13 @@ class Pipeline(nn.Module):
                 f"rank {self.rank} of the pipeline was given a batch that it cannot use", error
             ) from error
 
-    def _conclude(self, step: Step, failure: StageFailed | PeerFailed | None) -> list[Any]:
-        """End a step on all ranks, and return the status of each. See Note: [A step's end]."""
-        own = isinstance(failure, StageFailed)
-        text = _short(str(failure)) if failure is not None else None
-        loss = step.loss.item() if step.loss is not None and failure is None else None
-        statuses = [{"error": text, "own": own, "loss": loss}]
-        group_error: AxonError | None = None
-        if self._group is not None:
-            try:
-                if text is not None:
-                    self._channel.poison(text)
-                statuses = exchange(self._group, statuses[0])
-                if not any(s["error"] for s in statuses):
-                    self._channel.flush()
-                else:
-                    end_together(self._group)
-            except AxonError as error:
-                group_error = error
-        errors = sorted((not s["own"], s["error"]) for s in statuses if s["error"])  # a rank's own errors come first
-        if not errors and group_error is None:
-            return statuses
-        self._break(group_error or Broken(f"{errors[0][1]}; the pipeline is over on every rank, make another"))
-        if isinstance(failure, StageFailed):
-            failure.error.add_note(failure.description)
-            raise failure.error
-        assert self._over is not None
-        raise again(self._over)
-
-    def _break(self, error: BaseException) -> None:
-        """Break off a step; without a group the pipeline goes on, with one it is over."""
-        if self._group is None:
-            self._channel.close()
-        else:
-            reason = f"rank {self.rank} left the pipeline by {type(error).__name__}: {_short(str(error))}"
-            self._end(error if isinstance(error, AxonError) else Broken(reason))
-
-    def _end(self, error: AxonError) -> None:
-        self._over = self._over or again(error)
-        if self._group is not None:
-            self._group.abort(error)
-        self._channel.close()
-        if self._group is not None:
-            self._group.close()
-
     # ------------------------------------------------------------------ among ranks
 
     def _register(self) -> None:
         """Make the stages' modules this module's."""
         by_hand = nn.ModuleDict()
         for index, stage in self._local.items():
-            if isinstance(stage.module, Chain):
+            if isinstance(stage.module, StageModules):
                 for name, child in stage.module.named_children():
                     self.add_module(name, child)
             else:
@@ -396,11 +327,3 @@ class Pipeline(nn.Module):
         if self._last is None:
             raise Misuse("the pipeline has not done a step yet")
         return self._last
-
-
-def _short(text: str) -> str:
-    """Put a text on one line, and cut it to fit in a header."""
-    text = " ".join(text.split())
-    while len(json.dumps(text)) > _ERROR_CHARACTERS:
-        text = text[: len(text) * 3 // 4]
-    return text

@@ -14,6 +14,8 @@ Invariants, tested for every small p, k and m:
 Sources: GPipe (https://arxiv.org/abs/1811.06965); 1F1B (PipeDream-Flush, https://arxiv.org/abs/2006.09503); interleaved
 1F1B (https://arxiv.org/abs/2104.04473, with any m that divides into m // p rounds, as `torch.distributed.pipelining`);
 zero bubble ZB1P (https://arxiv.org/abs/2401.10241). The tests hold the tables equal to torch's.
+Those need stages with a process group. torch has none for fewer microbatches than ranks and for several neighbouring
+stages on a rank, and its 1F1B numbers the forwards of the last rank from 1.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class PipelineSchedule(StrEnum):
         return self in (PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE)
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """The computation of an action."""
 
     FORWARD = "F"
@@ -60,7 +62,7 @@ class Kind(StrEnum):
 class Action(NamedTuple):
     """One stage's work on one microbatch."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
 
@@ -120,9 +122,6 @@ def actions(
         rank: the rank whose actions are returned.
         microbatches: m.
         training: True = with backwards.
-
-    Raises:
-        InvalidRequest: see `check`.
     """
     ranks = max(owner) + 1
     check(schedule, ranks, microbatches)
@@ -133,7 +132,7 @@ def actions(
     else:
         warmup = microbatches if schedule is PipelineSchedule.GPIPE else min(ranks - 1 - rank, microbatches)
         table = tuple(_neighbouring(local, warmup, microbatches))
-    return table if training else tuple(a for a in table if a.kind is Kind.FORWARD)
+    return table if training else tuple(a for a in table if a.kind is ActionKind.FORWARD)
 
 
 def _neighbouring(local: Sequence[int], warmup: int, microbatches: int) -> Iterator[Action]:
@@ -141,10 +140,10 @@ def _neighbouring(local: Sequence[int], warmup: int, microbatches: int) -> Itera
     forward = backward = 0
     while backward < microbatches:
         if forward < microbatches:
-            yield from (Action(Kind.FORWARD, stage, forward) for stage in local)
+            yield from (Action(ActionKind.FORWARD, stage, forward) for stage in local)
             forward += 1
         if forward > warmup or forward == microbatches:
-            yield from (Action(Kind.BACKWARD, stage, backward) for stage in reversed(local))
+            yield from (Action(ActionKind.BACKWARD, stage, backward) for stage in reversed(local))
             backward += 1
 
 
@@ -161,7 +160,7 @@ def _looped(local: Sequence[int], rank: int, ranks: int, microbatches: int, *, s
         """Return the local stage and the microbatch of the n-th action."""
         return n // width % k, n // (width * k) * width + n % width
 
-    def backward(kind: Kind, n: int) -> Action:
+    def backward(kind: ActionKind, n: int) -> Action:
         index, microbatch = at(n)
         return Action(kind, local[k - 1 - index], microbatch)
 
@@ -169,29 +168,29 @@ def _looped(local: Sequence[int], rank: int, ranks: int, microbatches: int, *, s
     for n in range(total + warmup):
         if n < total:
             index, microbatch = at(n)
-            yield Action(Kind.FORWARD, local[index], microbatch)
+            yield Action(ActionKind.FORWARD, local[index], microbatch)
         done = n - warmup
         if done >= 0:
-            yield backward(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, done)
+            yield backward(ActionKind.BACKWARD_INPUT if split else ActionKind.BACKWARD, done)
             if split and done >= rank:
-                yield backward(Kind.BACKWARD_WEIGHT, weights)
+                yield backward(ActionKind.BACKWARD_WEIGHT, weights)
                 weights += 1
     if split:
-        yield from (backward(Kind.BACKWARD_WEIGHT, n) for n in range(weights, total))
+        yield from (backward(ActionKind.BACKWARD_WEIGHT, n) for n in range(weights, total))
 
 
-def needs(action: Action, stages: int) -> tuple[tuple[Kind, int], ...]:
+def needs(action: Action, stages: int) -> tuple[tuple[ActionKind, int], ...]:
     """Return the actions for the same microbatch that must come before: kind (any backward counts as B) and stage."""
     kind, stage, _ = action
-    if kind is Kind.FORWARD:
-        return ((Kind.FORWARD, stage - 1),) if stage else ()
-    if kind is Kind.BACKWARD_WEIGHT:
-        return ((Kind.BACKWARD, stage),)
-    after = ((Kind.BACKWARD, stage + 1),) if stage + 1 < stages else ()
-    return ((Kind.FORWARD, stage), *after)
+    if kind is ActionKind.FORWARD:
+        return ((ActionKind.FORWARD, stage - 1),) if stage else ()
+    if kind is ActionKind.BACKWARD_WEIGHT:
+        return ((ActionKind.BACKWARD, stage),)
+    after = ((ActionKind.BACKWARD, stage + 1),) if stage + 1 < stages else ()
+    return ((ActionKind.FORWARD, stage), *after)
 
 
-def gives(action: Action) -> tuple[Kind, int]:
+def gives(action: Action) -> tuple[ActionKind, int]:
     """Return the event that it completes for others, in the terms of `needs`."""
-    kind = Kind.BACKWARD if action.kind is Kind.BACKWARD_INPUT else action.kind
+    kind = ActionKind.BACKWARD if action.kind is ActionKind.BACKWARD_INPUT else action.kind
     return kind, action.stage

@@ -184,7 +184,7 @@ class PipelineStage:
         return None if grads is None else [g.to(self.device) for g in grads]
 
 
-class Chain(nn.Sequential):
+class StageModules(nn.Sequential):
     """Modules one after the other; a tuple becomes the next one's arguments, as between stages.
 
     Children are named by their position in the full model.

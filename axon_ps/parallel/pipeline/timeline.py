@@ -13,13 +13,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from axon_ps.errors import InternalError
-from axon_ps.parallel.pipeline.schedule import Action, Kind, gives, needs
+from axon_ps.parallel.pipeline.schedule import Action, ActionKind, gives, needs
 
-_FILL = {Kind.FORWARD: "=", Kind.BACKWARD: "#", Kind.BACKWARD_INPUT: "#", Kind.BACKWARD_WEIGHT: "+"}
+_FILL = {
+    ActionKind.FORWARD: "=",
+    ActionKind.BACKWARD: "#",
+    ActionKind.BACKWARD_INPUT: "#",
+    ActionKind.BACKWARD_WEIGHT: "+",
+}
 _IDLE = "."
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """An action's time.
 
     Attributes:
@@ -42,10 +47,10 @@ class Span(NamedTuple):
         return [self.rank, kind.value, stage, microbatch, self.begin_s, self.end_s, self.cpu_s]
 
     @classmethod
-    def from_json(cls, fields: Sequence[Any], offset_s: float = 0.0) -> Span:
+    def from_json(cls, fields: Sequence[Any], offset_s: float = 0.0) -> ActionSpan:
         """Make a span from `as_json` of another rank, whose clock differs by `offset_s`."""
         rank, kind, stage, microbatch, begin_s, end_s, cpu_s = fields
-        return cls(rank, Action(Kind(kind), stage, microbatch), begin_s - offset_s, end_s - offset_s, cpu_s)
+        return cls(rank, Action(ActionKind(kind), stage, microbatch), begin_s - offset_s, end_s - offset_s, cpu_s)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Timeline:
         ranks: number of ranks.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[ActionSpan, ...]
     ranks: int
 
     @property
@@ -70,7 +75,7 @@ class Timeline:
         """Seconds from the begin of the first action to the end of the last."""
         return max((s.end_s for s in self.spans), default=0.0) - self.begin_s
 
-    def of(self, rank: int) -> list[Span]:
+    def of(self, rank: int) -> list[ActionSpan]:
         """Return a rank's spans."""
         return [s for s in self.spans if s.rank == rank]
 
@@ -127,9 +132,9 @@ def simulate(
         InternalError: the tables deadlock; the message has the actions that wait.
     """
     stages = 1 + max((a.stage for table in tables for a in table), default=-1)
-    done: dict[tuple[Kind, int, int], tuple[int, float]] = {}  # kind, stage, microbatch -> rank, end
+    done: dict[tuple[ActionKind, int, int], tuple[int, float]] = {}  # kind, stage, microbatch -> rank, end
     position, free_s = [0] * len(tables), [0.0] * len(tables)
-    spans: list[Span] = []
+    spans: list[ActionSpan] = []
     moved = True
     while moved:
         moved = False
@@ -143,7 +148,7 @@ def simulate(
                 begin_s = max([free_s[rank], *ready])
                 free_s[rank] = begin_s + cost_s(action)
                 done[(*gives(action), action.microbatch)] = rank, free_s[rank]
-                spans.append(Span(rank, action, begin_s, free_s[rank], free_s[rank] - begin_s))
+                spans.append(ActionSpan(rank, action, begin_s, free_s[rank], free_s[rank] - begin_s))
                 position[rank] += 1
                 moved = True
     stuck = {r: str(t[n]) for r, (t, n) in enumerate(zip(tables, position, strict=True)) if n < len(t)}

@@ -1,4 +1,9 @@
-"""Tensor parallelism: layers whose matrices are sharded among the ranks of a group, and tools for such models."""
+"""Tensor parallelism: layers whose matrices are sharded among the ranks of a group, and tools for such models.
+
+torch's `parallelize_module` runs over the backend "axon", too. These layers need no default process group, so ranks may
+be threads. They hold plain tensors, because the dispatch of DTensors in Python doubles the step of a small layer on the
+CPU. First values are drawn by shards, without a full matrix on any rank.
+"""
 
 from axon_ps.parallel.tensor.attention import TensorParallelAttention
 from axon_ps.parallel.tensor.clip import clip_grad_norm, grad_norm

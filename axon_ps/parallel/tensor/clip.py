@@ -18,8 +18,6 @@ from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.tensor.state import sharded_parameters
 from axon_ps.types import ReduceOp
 
-_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
-
 
 def grad_norm(
     module: nn.Module | Iterable[nn.Module],
@@ -53,7 +51,7 @@ def grad_norm(
     modules = [module] if isinstance(module, nn.Module) else list(module)
     skipped = {id(p) for p in counted_elsewhere}
     sharded: dict[int, ProcessGroup] = {
-        id(layer.get_parameter(name)): layer.group for m in modules for _, layer, name in sharded_parameters(m)
+        id(layer.get_parameter(name)): layer.group for m in modules for layer, name in sharded_parameters(m).values()
     }
     groups = {id(group): group for group in sharded.values()}
     parameters = {id(p): p for m in modules for p in m.parameters() if p.grad is not None and id(p) not in skipped}
@@ -103,10 +101,7 @@ def clip_grad_norm(
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     norm = grad_norm(modules, norm_type=norm_type, mesh=mesh, axes=axes, counted_elsewhere=counted_elsewhere)
-    factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    for parameter in {id(p): p for m in modules for p in m.parameters()}.values():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device))
+    nn.utils.clip_grads_with_norm_(dict.fromkeys(p for m in modules for p in m.parameters()), max_norm, norm)
     return norm
 
 

@@ -60,7 +60,7 @@ class _Wrap:
 
     def __init__(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         self._device_mesh = device_mesh
-        self._sharded = {full: (layer, name) for full, layer, name in sharded_parameters(module)}
+        self._sharded = sharded_parameters(module)
         ranks = tuple(device_mesh.mesh.reshape(-1).tolist())
         for full, (layer, _) in self._sharded.items():
             if device_mesh.ndim != 1 or ranks != layer.group.ranks:

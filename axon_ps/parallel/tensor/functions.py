@@ -32,31 +32,27 @@ graph here: the functions are ordinary Python to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch.autograd.function import once_differentiable
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.chunks import counts_of
-from axon_ps.parallel.compile import uncompiled
+from axon_ps.parallel.chunks import Exchange, Shards, all_reduce, counts_of, exchanged
 
 
 def copy_to_group(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Return the replicated tensor as it is; its gradient is the sum of all ranks' gradients."""
-    return _apply(_Copy, x, group)
+    return _paired(x, group, lambda x: x.view_as(x), lambda grad: all_reduce(grad, group))
 
 
 def reduce_from_group(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Return the sum of all ranks' tensors, on every rank; the gradient goes to each as it is."""
-    return _apply(_Reduce, x, group)
+    return _paired(x, group, lambda x: all_reduce(x, group), lambda grad: grad)
 
 
 def scatter_to_group(x: torch.Tensor, group: ProcessGroup, dim: int = -1) -> torch.Tensor:
     """Return this rank's shard of a replicated tensor along a dimension, divided as by `torch.chunk`."""
-    return _apply(_Scatter, x, group, dim, counts_of(x.size(dim), group.world_size))
+    shards = Shards(group, dim, counts_of(x.size(dim), group.world_size))
+    return _paired(x, group, shards.own, shards.gather)
 
 
 def gather_from_group(x: torch.Tensor, group: ProcessGroup, dim: int = -1, size: int | None = None) -> torch.Tensor:
@@ -71,7 +67,9 @@ def gather_from_group(x: torch.Tensor, group: ProcessGroup, dim: int = -1, size:
     Raises:
         Disagreement: `size` is None and the shards differ.
     """
-    return _apply(_Gather, x, group, dim, _counts(x, group, dim, size))
+    n = group.world_size
+    shards = Shards(group, dim, (x.size(dim),) * n if size is None else counts_of(size, n))
+    return _paired(x, group, shards.gather, shards.own)
 
 
 def gather_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torch.Tensor:
@@ -80,7 +78,8 @@ def gather_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torc
     Raises:
         Disagreement: the shards differ.
     """
-    return _apply(_GatherSequence, x, group, dim, _counts(x, group, dim, None))
+    shards = Shards(group, dim, (x.size(dim),) * group.world_size)
+    return _paired(x, group, shards.gather, shards.reduce_scatter)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torch.Tensor:
@@ -90,7 +89,8 @@ def reduce_scatter_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2)
         InvalidRequest: the sequence does not divide.
     """
     check_divides(x, group, dim)
-    return _apply(_ReduceScatterSequence, x, group, dim, counts_of(x.size(dim), group.world_size))
+    shards = Shards(group, dim, counts_of(x.size(dim), group.world_size))
+    return _paired(x, group, shards.reduce_scatter, shards.gather)
 
 
 def check_divides(x: torch.Tensor, group: ProcessGroup, dim: int) -> None:
@@ -106,103 +106,6 @@ def check_divides(x: torch.Tensor, group: ProcessGroup, dim: int) -> None:
         )
 
 
-@uncompiled
-def _exchange(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]
-
-
-def _apply(function: type[torch.autograd.Function], x: torch.Tensor, group: ProcessGroup, *rest: Any) -> torch.Tensor:
-    """Apply a function, unless the group is this rank alone."""
-    result: torch.Tensor = x if group.world_size == 1 else _exchange(function, x, group, *rest)
-    return result
-
-
-def _counts(x: torch.Tensor, group: ProcessGroup, dim: int, size: int | None) -> tuple[int, ...]:
-    n = group.world_size
-    return (x.size(dim),) * n if size is None else counts_of(size, n)
-
-
-def _all_reduce(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    result = x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(result)
-    return result
-
-
-def _all_gather(x: torch.Tensor, group: ProcessGroup, dim: int, counts: Sequence[int]) -> torch.Tensor:
-    rows: torch.Tensor = group.all_gather(x.movedim(dim, 0).contiguous(), counts=counts)
-    return rows.movedim(0, dim).contiguous()
-
-
-def _reduce_scatter(x: torch.Tensor, group: ProcessGroup, dim: int, counts: Sequence[int]) -> torch.Tensor:
-    rows: torch.Tensor = group.reduce_scatter(x.movedim(dim, 0).contiguous(), counts=counts)
-    return rows.movedim(0, dim).contiguous()
-
-
-def _own(x: torch.Tensor, group: ProcessGroup, dim: int, counts: Sequence[int]) -> torch.Tensor:
-    return x.narrow(dim, sum(counts[: group.rank]), counts[group.rank]).contiguous()
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int, counts: Sequence[int]) -> torch.Tensor:
-        ctx.where = group, dim, counts
-        return _own(x, group, dim, counts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_gather(grad, *ctx.where), None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int, counts: Sequence[int]) -> torch.Tensor:
-        ctx.where = group, dim, counts
-        return _all_gather(x, group, dim, counts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _own(grad, *ctx.where), None, None, None
-
-
-class _GatherSequence(_Gather):
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _reduce_scatter(grad, *ctx.where), None, None, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int, counts: Sequence[int]) -> torch.Tensor:
-        ctx.where = group, dim, counts
-        return _reduce_scatter(x, group, dim, counts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_gather(grad, *ctx.where), None, None, None
+def _paired(x: torch.Tensor, group: ProcessGroup, forward: Exchange, backward: Exchange) -> torch.Tensor:
+    """Exchange, unless the group is this rank alone."""
+    return x if group.world_size == 1 else exchanged(x, forward, backward)

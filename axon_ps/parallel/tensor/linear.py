@@ -19,6 +19,7 @@ Features are divided as by `torch.chunk`; they need not divide evenly. A sequenc
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn import functional
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.chunks import all_reduce
 from axon_ps.parallel.tensor.functions import (
     copy_to_group,
     gather_from_group,
@@ -282,13 +284,8 @@ def sum_gradients(module: nn.Module, group: ProcessGroup) -> nn.Module:
         The module.
     """
 
-    def total(grad: torch.Tensor) -> torch.Tensor:
-        result = grad.clone(memory_format=torch.contiguous_format)
-        group.all_reduce(result)
-        return result
-
     if group.world_size > 1:
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(total)  # type: ignore[no-untyped-call]
+                parameter.register_hook(partial(all_reduce, group=group))  # type: ignore[no-untyped-call]
     return module

@@ -10,7 +10,9 @@ from torch import nn
 
 from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.errors import LayoutMismatch
 from axon_ps.parallel.by_reference import ByReference
+from axon_ps.parallel.chunks import Shards
 from axon_ps.parallel.tensor.partition import Partition
 
 
@@ -55,14 +57,23 @@ class TensorParallelModule(nn.Module):
         partition = self.partitions.get(name)
         if partition is None or partition.num_shards == 1:
             return value.detach().clone()
-        rows = value.detach().movedim(partition.dim, 0).contiguous()
-        gathered: torch.Tensor = self.group.all_gather(rows, counts=partition.counts)
-        return gathered.movedim(0, partition.dim).contiguous()
+        return Shards(self.group, partition.dim, partition.counts).gather(value.detach())
 
     def shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor of a parameter's full shape; a view if there are several shards."""
         partition = self.partitions.get(name)
         return full if partition is None else partition.shard_of(full)
+
+    def checked_shard_of(self, name: str, full: torch.Tensor, what: str) -> torch.Tensor:
+        """Return `shard_of`, for a sharded parameter.
+
+        Raises:
+            LayoutMismatch: `full` has another shape than the full parameter; the message begins with `what`.
+        """
+        needed = self.partitions[name].full_shape(self.get_parameter(name).shape)
+        if tuple(full.shape) != needed:
+            raise LayoutMismatch(f"{what} is {list(full.shape)}; the full one has {list(needed)}")
+        return self.shard_of(name, full)
 
     def _set_shard(self, name: str, full: torch.Tensor | None) -> None:
         """Make a parameter of this rank's shard of `full`, with its dtype, device and requires_grad."""

@@ -32,7 +32,7 @@ def full_optimizer_state_dict(
 
     After an error: nothing was changed.
     """
-    sharded = {full: (layer, name) for full, layer, name in sharded_parameters(module)}
+    sharded = sharded_parameters(module)
 
     def full_tensor(full: str, value: torch.Tensor) -> torch.Tensor:
         if full in sharded:
@@ -57,7 +57,7 @@ def load_full_optimizer_state_dict(
         InvalidRequest: the optimizer has a parameter that the model does not have.
         LayoutMismatch: the state is of other parameters. Nothing was loaded.
     """
-    sharded = {full: (layer, name) for full, layer, name in sharded_parameters(module)}
+    sharded = sharded_parameters(module)
     names = _names(module, optimizer)
     groups, given = optimizer.state_dict()["param_groups"], state["param_groups"]
     if [sorted(group["params"]) for group in given] != [sorted(group) for group in names]:
@@ -71,10 +71,7 @@ def load_full_optimizer_state_dict(
         for key, value in state["state"][full].items():
             if full in sharded and isinstance(value, torch.Tensor) and value.dim():
                 layer, name = sharded[full]
-                needed = layer.partitions[name].full_shape(layer.get_parameter(name).shape)
-                if tuple(value.shape) != needed:
-                    raise LayoutMismatch(f"{key} of {full!r} is {list(value.shape)}; the full one has {list(needed)}")
-                value = layer.shard_of(name, value)
+                value = layer.checked_shard_of(name, value, f"{key} of {full!r}")
             # The optimizer gets a copy: else it would go on working in the memory of the given state.
             loaded[index][key] = value.clone() if isinstance(value, torch.Tensor) else value
     new_groups = [{**theirs, "params": ours["params"]} for ours, theirs in zip(groups, given, strict=True)]

@@ -23,10 +23,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.work import Work
 from axon_ps.parallel.compile import uncompiled
 
 Matrix = tuple[torch.Tensor, torch.Tensor | None]
 """A weight [out, in] and a bias [out]."""
+
+Wait = Callable[[], torch.Tensor]
+"""The rest of a collective that has begun: it returns the result when it is there."""
 
 
 def project(
@@ -66,7 +70,7 @@ class _Project(torch.autograd.Function):
         if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as `linear` would, but before it travels
         ctx.save_for_backward(x, *weights)
-        full = x if dim is None else _gathered(_gather(x, group, dim), dim)
+        full = x if dim is None else _gather(x, group, dim)()
         return tuple(functional.linear(full, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
 
     @staticmethod
@@ -76,22 +80,21 @@ class _Project(torch.autograd.Function):
         group, dim = ctx.group, ctx.dim
         for_x, _, _, *for_matrices = ctx.needs_input_grad
         gathering = _gather(x, group, dim) if dim is not None and any(for_matrices[::2]) else None
-        exchanging: Any = None
+        exchanging: Wait | None = None
         if for_x:  # under autocast the gradients have its dtype, and the weights do not
             partial = grads[0] @ _as(weights[0], grads[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 partial += grad @ _as(weight, grad)
             exchanging = _reduce(partial, group, dim)
-        full = x if gathering is None else _gathered(gathering, dim)
+        full = x if gathering is None else gathering()
         result: list[torch.Tensor | None] = [None, None, None]
         for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
             for_weight, for_bias = for_matrices[2 * i : 2 * i + 2]
             rows = _rows(grad)
             result.append(_as(rows.T @ _as(_rows(full), rows), weight) if for_weight else None)
             result.append(_as(rows.sum(0), weight) if for_bias else None)
-        if for_x:
-            total: torch.Tensor = exchanging.wait()
-            result[0] = (total if dim is None else total.movedim(0, dim)).to(ctx.dtype)
+        if exchanging is not None:
+            result[0] = exchanging().to(ctx.dtype)
         return tuple(result)
 
 
@@ -104,37 +107,28 @@ def _as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.to(like.dtype)
 
 
-class _Done:
-    """The handle of a collective that has ended already."""
-
-    def __init__(self, result: torch.Tensor) -> None:
-        self._result = result
-
-    def wait(self) -> torch.Tensor:
-        return self._result
-
-
-def _begun(call: Callable[..., Any], x: torch.Tensor) -> Any:
-    """Begin a collective of a tensor, and return its handle; it goes on in the background if that is host memory.
+def _begun(call: Callable[..., Any], x: torch.Tensor) -> Wait:
+    """Begin a collective of a tensor; it goes on in the background if that is host memory.
 
     On a device it would be put behind the kernels of this stream in any case. Threads could order the collectives
     of several groups on one stream differently on each rank, and NCCL would deadlock.
     """
-    return call(x, async_op=True) if x.device.type == "cpu" else _Done(call(x))
+    if x.device.type == "cpu":
+        work: Work[torch.Tensor] = call(x, async_op=True)
+        return lambda: work.wait()
+    result: torch.Tensor = call(x)
+    return lambda: result
 
 
-def _gather(x: torch.Tensor, group: ProcessGroup, dim: int) -> Any:
-    """Begin to gather the full sequence, as the first dimension of the result; return the handle."""
-    return _begun(group.all_gather, x.movedim(dim, 0).contiguous())
+def _gather(x: torch.Tensor, group: ProcessGroup, dim: int) -> Wait:
+    """Begin to gather the full sequence."""
+    rows = _begun(group.all_gather, x.movedim(dim, 0).contiguous())
+    return lambda: rows().movedim(0, dim)
 
 
-def _gathered(work: Any, dim: int) -> torch.Tensor:
-    full: torch.Tensor = work.wait()
-    return full.movedim(0, dim)
-
-
-def _reduce(partial: torch.Tensor, group: ProcessGroup, dim: int | None) -> Any:
-    """Begin the sum over the ranks, or for a sequence this rank's shard of it, in the first dimension."""
+def _reduce(partial: torch.Tensor, group: ProcessGroup, dim: int | None) -> Wait:
+    """Begin the sum over the ranks, or for a sequence this rank's shard of it."""
     if dim is None:
         return _begun(group.all_reduce, partial.contiguous())
-    return _begun(group.reduce_scatter, partial.movedim(dim, 0).contiguous())
+    rows = _begun(group.reduce_scatter, partial.movedim(dim, 0).contiguous())
+    return lambda: rows().movedim(0, dim)

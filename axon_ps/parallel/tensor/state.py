@@ -7,22 +7,23 @@ so it loads at any size of the group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from axon_ps.errors import LayoutMismatch
 from axon_ps.parallel.tensor.module import TensorParallelModule
 
 
-def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, TensorParallelModule, str]]:
-    """Yield every parameter that is sharded: its name in `module`, the layer that has it, and its name there."""
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, TensorParallelModule):
-            for name in child.partitions:
-                yield f"{prefix}.{name}" if prefix else name, child, name
+def sharded_parameters(module: nn.Module) -> dict[str, tuple[TensorParallelModule, str]]:
+    """Return, by its name in `module`, the layer that has each sharded parameter, and its name there."""
+    return {
+        f"{prefix}.{name}" if prefix else name: (child, name)
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        if isinstance(child, TensorParallelModule)
+        for name in child.partitions
+    }
 
 
 def full_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None, *, cpu: bool = True) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def full_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None, *
 
     After an error: the module is as it was.
     """
-    sharded = {full: (layer, name) for full, layer, name in sharded_parameters(module)}
+    sharded = sharded_parameters(module)
     result: dict[str, Any] = {}
     for key, value in (module.state_dict() if state is None else state).items():
         if key in sharded:
@@ -59,14 +60,9 @@ def local_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, A
         LayoutMismatch: a tensor that is sharded has another shape than the model's.
     """
     result = dict(state)
-    for full, layer, name in sharded_parameters(module):
-        if full not in result:
-            continue
-        needed = layer.partitions[name].full_shape(layer.get_parameter(name).shape)
-        given = tuple(result[full].shape)
-        if given != needed:
-            raise LayoutMismatch(f"{full!r} of the state dict is {list(given)}; the full one has {list(needed)}")
-        result[full] = layer.shard_of(name, result[full])
+    for full, (layer, name) in sharded_parameters(module).items():
+        if full in result:
+            result[full] = layer.checked_shard_of(name, result[full], f"{full!r} of the state dict")
     return result
 
 

@@ -12,11 +12,16 @@ from torch.distributed.pipelining import schedules as theirs
 from axon_ps.errors import InternalError, InvalidRequest
 from axon_ps.parallel.pipeline import PipelineMemoryStats, PipelineSchedule, Timeline, ideal_bubble, simulate
 from axon_ps.parallel.pipeline.memory import peak
-from axon_ps.parallel.pipeline.schedule import Action, Kind, actions, check, owners
-from axon_ps.parallel.pipeline.timeline import Span
+from axon_ps.parallel.pipeline.schedule import Action, ActionKind, actions, check, owners
+from axon_ps.parallel.pipeline.timeline import ActionSpan
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = PipelineSchedule
-COST = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+COST = {
+    ActionKind.FORWARD: 1.0,
+    ActionKind.BACKWARD: 2.0,
+    ActionKind.BACKWARD_INPUT: 1.0,
+    ActionKind.BACKWARD_WEIGHT: 1.0,
+}
 
 
 def tables(
@@ -37,22 +42,28 @@ def cases() -> list[tuple[PipelineSchedule, int, int, int]]:
 def test_every_stage_does_every_microbatch_once_and_nothing_deadlocks() -> None:
     for schedule, ranks, m, k in cases():
         of_all = tables(schedule, ranks, m, k)
-        backwards = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if schedule is ZERO_BUBBLE else [Kind.BACKWARD]
-        wanted = Counter(Action(*a) for a in itertools.product([Kind.FORWARD, *backwards], range(ranks * k), range(m)))
+        backwards = (
+            [ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT]
+            if schedule is ZERO_BUBBLE
+            else [ActionKind.BACKWARD]
+        )
+        wanted = Counter(
+            Action(*a) for a in itertools.product([ActionKind.FORWARD, *backwards], range(ranks * k), range(m))
+        )
         assert Counter(itertools.chain(*of_all)) == wanted
         simulate(of_all, lambda a: COST[a.kind])
         simulate(tables(schedule, ranks, m, k, training=False), lambda a: 1.0)
 
 
 def test_messages_are_used_in_the_order_they_are_made() -> None:
-    def order(table: tuple[Action, ...], kinds: tuple[Kind, ...], stage: int) -> list[int]:
+    def order(table: tuple[Action, ...], kinds: tuple[ActionKind, ...], stage: int) -> list[int]:
         return [a.microbatch for a in table if a.kind in kinds and a.stage == stage]
 
     for schedule, ranks, m, k in cases():
         of_all = tables(schedule, ranks, m, k)
         owner = owners(schedule, [k] * ranks)
         for stage in range(len(owner) - 1):
-            for kinds in ((Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT)):
+            for kinds in ((ActionKind.FORWARD,), (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)):
                 assert order(of_all[owner[stage]], kinds, stage) == order(of_all[owner[stage + 1]], kinds, stage + 1)
 
 
@@ -128,18 +139,18 @@ def test_replaying_gives_each_rank_a_core() -> None:
     recorded = simulate(tables(ONE_F_ONE_B, 4, 8), lambda a: COST[a.kind])
     one_after_the_other, now_s = [], 0.0
     for span in sorted(recorded.spans, key=lambda s: s.begin_s):  # what one core for all would record
-        one_after_the_other.append(Span(span.rank, span.action, now_s, now_s + span.cpu_s, span.cpu_s))
+        one_after_the_other.append(ActionSpan(span.rank, span.action, now_s, now_s + span.cpu_s, span.cpu_s))
         now_s += span.cpu_s
     timeline = Timeline(tuple(one_after_the_other), 4)
     assert timeline.bubble_fraction == pytest.approx(0.75)
     assert timeline.replayed().makespan_s == recorded.makespan_s
-    sent = [Span.from_json(s.as_json(), 5.0) for s in timeline.spans]
+    sent = [ActionSpan.from_json(s.as_json(), 5.0) for s in timeline.spans]
     assert Timeline(tuple(sent), 4).makespan_s == timeline.makespan_s
     assert sent[0].begin_s == timeline.spans[0].begin_s - 5.0
 
 
 def test_a_deadlock_is_told() -> None:
-    early = [Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]
+    early = [Action(ActionKind.BACKWARD, 0, 0), Action(ActionKind.FORWARD, 0, 0)]
     with pytest.raises(InternalError, match="deadlocks.*'B0'"):
         simulate([early], lambda a: 1.0)
 

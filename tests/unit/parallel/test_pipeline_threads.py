@@ -23,7 +23,7 @@ from axon_ps.parallel.pipeline import (
     PipelineStage,
     ideal_bubble,
 )
-from axon_ps.parallel.pipeline.schedule import Kind
+from axon_ps.parallel.pipeline.schedule import ActionKind
 from axon_ps.parallel.pipeline.stage import SPLITS_RIGHT, torch_version
 
 WIDTH, ROWS = 6, 16
@@ -147,7 +147,12 @@ def test_every_schedule_has_the_sequential_gradients(schedule: PipelineSchedule)
         backwards = 2 if schedule is ZERO_BUBBLE else 1
         assert len(timeline.spans) == stages * 8 * (1 + backwards)
         # In units of actions, not of seconds: who runs when on this machine is chance.
-        cost = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+        cost = {
+            ActionKind.FORWARD: 1.0,
+            ActionKind.BACKWARD: 2.0,
+            ActionKind.BACKWARD_INPUT: 1.0,
+            ActionKind.BACKWARD_WEIGHT: 1.0,
+        }
         units = type(timeline)(tuple(s._replace(cpu_s=cost[s.action.kind]) for s in timeline.spans), 4).replayed()
         if schedule is ZERO_BUBBLE:
             assert units.bubble_fraction < 0.5 * ideal_bubble(4, 8, 2)

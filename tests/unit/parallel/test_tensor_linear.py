@@ -15,7 +15,6 @@ import axon_ps
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest, LayoutMismatch, MemberLost
 from axon_ps.parallel import ColumnParallelLinear, RowParallelLinear, clip_grad_norm
-from axon_ps.parallel.chunks import counts_of
 from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.tensor import (
     Partition,
@@ -172,13 +171,6 @@ def test_a_matrix_is_drawn_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) ->
             shard = torch.full_like(partition.shard_of(full), torch.nan)
             draw_uniform_(shard, 0.5, partition, generator())
             assert torch.equal(shard, partition.shard_of(full))
-
-
-def test_parts_are_those_of_chunk() -> None:
-    for size in range(1, 14):
-        for n in range(1, 6):
-            chunks = [len(c) for c in torch.arange(size).chunk(n)]
-            assert counts_of(size, n) == (*chunks, *[0] * (n - len(chunks)))
 
 
 def test_frozen_layers_stay_frozen_and_need_no_gradient() -> None:
