@@ -1,4 +1,4 @@
-"""Requests of commands to a running coordinator. It imports gRPC, so commands import it before their event loop runs."""
+"""Requests of commands to a running coordinator; it imports gRPC, so commands import it before their loop runs."""
 
 from __future__ import annotations
 
