@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import time
 
-import grpc_health.v1.health_pb2  # noqa: F401  # for a client of several coordinators: `health_of` imports it when called
-
 from axon_ps.cli.settings import Settings
 from axon_ps.cli.terminal.members import measures_of
 from axon_ps.coordinator.client.operator import OperatorClient

@@ -67,8 +67,6 @@ def health(
     config: o.Config = None,
 ) -> None:
     """Ask a service for its health; exit code 0 when it is serving."""
-    import grpc_health.v1.health_pb2  # noqa: F401  # `health_of` imports it when called
-
     from axon_ps.cli.settings import load
     from axon_ps.errors import AxonError, Unreachable
     from axon_ps.rpc.auth.identity import Principal
