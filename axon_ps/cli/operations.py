@@ -1,4 +1,4 @@
-"""What commands do with a running coordinator. It imports gRPC, so commands import it before their event loop runs."""
+"""Operations on a running coordinator. They need gRPC, so commands import this before their event loop runs."""
 
 from __future__ import annotations
 
