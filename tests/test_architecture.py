@@ -79,8 +79,8 @@ def test_the_command_line_loads_only_what_its_help_needs() -> None:
     heavy = {"grpc", "numba", "numpy", "pydantic", "fsspec", "torch", "rich", "asyncio"}
     assert not loaded_by("import axon_ps.cli.main") & heavy
     shown = "import contextlib, io; from axon_ps.cli.main import main\nwith contextlib.redirect_stdout(io.StringIO()):"
-    loaded = loaded_by(f"{shown}\n    main(['--help'])\nimport json, sys")
-    assert not loaded & {"grpc", "numba", "numpy", "fsspec", "torch"}
+    helped = loaded_by(f"{shown}\n    main(['--help'])\nimport json, sys")
+    assert not helped & {"grpc", "numba", "numpy", "fsspec", "torch"}
 
 
 def test_a_launcher_loads_neither_arrays_nor_grpc_nor_what_other_commands_need() -> None:

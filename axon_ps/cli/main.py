@@ -38,7 +38,7 @@ _MODULES: Final = {
     "proxy": "axon_ps.cli.serve",
     "status": "axon_ps.cli.status",
     "top": "axon_ps.cli.status",
-    "logs": "axon_ps.cli.terminal.logs",
+    "logs": "axon_ps.cli.status",
     "trace": "axon_ps.cli.terminal.trace",
     "drain": "axon_ps.cli.operate",
     "release": "axon_ps.cli.operate",

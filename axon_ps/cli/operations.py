@@ -1,12 +1,10 @@
-"""Requests of commands to a running coordinator; it imports gRPC, so commands import it before their loop runs."""
+"""Operations on a running coordinator. They need gRPC, so commands import this before their event loop runs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-
-import grpc_health.v1.health_pb2  # noqa: F401  # for a client of several coordinators: `health_of` imports it when called
 
 from axon_ps.cli.settings import Settings
 from axon_ps.cli.terminal.members import measures_of

@@ -1,4 +1,4 @@
-"""The commands that only look: `status` and `top` of a job, `health` of a service, `doctor` for this machine."""
+"""The commands that only look: `status`, `top`, `logs` of a job, `health` of a service, `doctor` for this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,6 +53,31 @@ def top(*, settings: Settings) -> None:
     asyncio.run(LiveTop(settings, console).run() if live else show_top(settings, console))
 
 
+@o.of_a_job
+def logs(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is logged from now on.")] = False,
+    rank: Annotated[
+        list[int] | None, typer.Option(help="Only the worker of this rank; may be repeated.", show_default="all")
+    ] = None,
+    server: Annotated[
+        list[int] | None, typer.Option(help="Only the shard server of this rank; may be repeated.", show_default="all")
+    ] = None,
+    level: Annotated[str, typer.Option(help="The lowest level: debug, info, warning, error or critical.")] = "info",
+    since: Annotated[
+        str, typer.Option(help="Only what is not older than 30s, 5m, 2h.", show_default="all that is known")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+    *,
+    settings: Settings,
+) -> None:
+    """Show what coordinator, shard servers and workers have logged, in one stream."""
+    from axon_ps.cli.terminal.log_view import Wanted
+    from axon_ps.cli.terminal.logs import show_logs
+
+    wanted = Wanted.of(level, since, rank or (), server or (), time.time())
+    asyncio.run(show_logs(settings, wanted, follow=follow, as_json=as_json))
+
+
 def health(
     address: Annotated[
         str, typer.Argument(help="host:port of a service; of several, one that serves is enough.", show_default=False)
@@ -67,8 +93,6 @@ def health(
     config: o.Config = None,
 ) -> None:
     """Ask a service for its health; exit code 0 when it is serving."""
-    import grpc_health.v1.health_pb2  # noqa: F401  # `health_of` imports it when called
-
     from axon_ps.cli.settings import load
     from axon_ps.errors import AxonError, Unreachable
     from axon_ps.rpc.auth.identity import Principal

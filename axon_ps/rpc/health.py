@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from grpc_health.v1 import health_pb2
+
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
@@ -31,8 +33,6 @@ async def health_of(
     Raises:
         AxonError: it does not answer, or refuses.
     """
-    from grpc_health.v1 import health_pb2  # imported here, since a worker never needs it
-
     schema = health_pb2.DESCRIPTOR.services_by_name["Health"]
     channel = connect(address, security, name=name, to=to)
     try:

@@ -11,7 +11,6 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.worker.bootstrap.job import FormedJob
 from axon_ps.worker.environment import WorkerConfig
-from axon_ps.worker.job_store import JobStore
 
 
 class Worker(ABC):
@@ -42,6 +41,27 @@ class Worker(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the loop, and the services started for the job. Harmless when repeated."""
+
+
+class JobStore:
+    """The job's key-value store, as a `collectives.backends.base.GroupStore`."""
+
+    def __init__(self, loop: BackgroundLoop, coordinator: CoordinatorClient, timeout_s: float) -> None:
+        self._loop = loop
+        self._coordinator = coordinator
+        self._timeout_s = timeout_s
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self._loop.run(self._coordinator.kv_put(key, value, timeout_s=self._timeout_s))
+
+    def wait(self, key: str, timeout_s: float) -> bytes:
+        """Return the value of a key as soon as there is one."""
+        return self._loop.run(self._coordinator.kv_wait(key, timeout_s=timeout_s))
+
+    def delete(self, key: str) -> None:
+        """Remove a key."""
+        self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._timeout_s))
 
 
 class ProcessWorker(Worker):

@@ -20,7 +20,6 @@ _AIOHTTP = "it was imported when the `HttpServer` was made"
 ALLOWED: Mapping[str, str] = {
     "axon_ps/coordinator/server/page/routes.py": _AIOHTTP,
     "axon_ps/rpc/http.py": _AIOHTTP,
-    "axon_ps/rpc/health.py": "of the command line alone, which has imported it before",
     "axon_ps/rpc/server.py": "it was imported when the server was started",
 }
 """Files that have such statements, and why none of them holds a loop."""

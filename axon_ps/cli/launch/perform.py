@@ -29,7 +29,7 @@ from axon_ps.cli.launch.network import wait_until_listening
 from axon_ps.cli.launch.plan import Launch
 from axon_ps.cli.launch.processes import PYTHON, Process
 from axon_ps.cli.launch.restarts import Restarts
-from axon_ps.cli.launch.workers import Workers
+from axon_ps.cli.launch.workers import WorkerProcesses
 from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, variable_is_set
 from axon_ps.errors import AxonError, ConfigurationError
 from axon_ps.host import loop_cache
@@ -59,7 +59,7 @@ class _Launcher:
     def __init__(self, launch: Launch, settings: Settings, console: Console) -> None:
         self._launch, self._settings, self._console = launch, settings, console
         self._services: list[Process] = []  # the coordinator, if this node starts it, comes first
-        self._workers = Workers(launch, console, self._worker_environment)
+        self._workers = WorkerProcesses(launch, console, self._worker_environment)
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._master_port = launch.master_port or free_ports()
         self._cpus = len(os.sched_getaffinity(0))

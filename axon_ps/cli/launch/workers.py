@@ -32,7 +32,7 @@ class _Worker:
     exhausted: bool = False
 
 
-class Workers:
+class WorkerProcesses:
     """The workers of this node.
 
     Args:

@@ -1,6 +1,6 @@
 """A job in the terminal: its status once, or again and again; or live, as `axon-ps top` shows it.
 
-This imports gRPC and rich, so commands import it before their event loop runs.
+It needs gRPC and rich, so commands import it before their event loop runs.
 """
 
 from __future__ import annotations

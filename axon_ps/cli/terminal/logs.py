@@ -1,39 +1,78 @@
-"""The command `logs`: the logs of all processes of a job, in one stream."""
+"""The records of a job's log as its coordinator gives them, printed as they come."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import AsyncGenerator, Sequence
+from typing import Final
 
-import typer
+from axon_ps.cli.operations import client
+from axon_ps.cli.settings import Settings
+from axon_ps.cli.terminal.feed import PASSING, PATIENCE_S
+from axon_ps.cli.terminal.log_view import Wanted, as_dict, line
+from axon_ps.wire.v1 import logs_pb2
 
-from axon_ps.cli import options as o
+WAIT_S: Final = 5.0
+"""Seconds that the coordinator waits for a record before it answers that there is none."""
 
-if TYPE_CHECKING:
-    from axon_ps.cli.settings import Settings
+AGAIN_S: Final = 0.5
+"""Seconds until a coordinator that does not answer is called again."""
 
 
-@o.of_a_job
-def logs(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is logged from now on.")] = False,
-    rank: Annotated[
-        list[int] | None, typer.Option(help="Only the worker of this rank; may be repeated.", show_default="all")
-    ] = None,
-    server: Annotated[
-        list[int] | None, typer.Option(help="Only the shard server of this rank; may be repeated.", show_default="all")
-    ] = None,
-    level: Annotated[str, typer.Option(help="The lowest level: debug, info, warning, error or critical.")] = "info",
-    since: Annotated[
-        str, typer.Option(help="Only what is not older than 30s, 5m, 2h.", show_default="all that is known")
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
-    *,
-    settings: Settings,
-) -> None:
-    """Show what coordinator, shard servers and workers have logged, in one stream."""
-    from axon_ps.cli.terminal.log_stream import show
-    from axon_ps.cli.terminal.log_view import Wanted
+async def show_logs(settings: Settings, wanted: Wanted, *, follow: bool, as_json: bool) -> None:
+    """Print the wanted records; see `_records`."""
+    colour = sys.stdout.isatty()
+    async with contextlib.aclosing(_records(settings, follow=follow)) as batches:
+        async for batch in batches:
+            for record in filter(wanted.has, batch):
+                print(json.dumps(as_dict(record)) if as_json else line(record, colour=colour))
+            sys.stdout.flush()
 
-    wanted = Wanted.of(level, since, rank or (), server or (), time.time())
-    asyncio.run(show(settings, wanted, follow=follow, as_json=as_json))
+
+async def _records(settings: Settings, *, follow: bool) -> AsyncGenerator[Sequence[logs_pb2.LogRecord], None]:
+    """Yield the records that are there; then, to `follow`, new ones until the job has finished. Batches are by time.
+
+    Missing records are reported on standard error. A coordinator that does not answer is called again for a while.
+
+    Raises:
+        AxonError: the coordinator has never answered, refuses, or was silent for too long.
+    """
+    history, after, batch, silent_since = "", 0.0, list[logs_pb2.LogRecord](), 0.0
+    async with client(settings) as operator:
+        while True:
+            try:
+                reply = await operator.logs(history, after, WAIT_S if history else 0.0)
+            except PASSING as error:
+                if not history or (silent_since and time.monotonic() - silent_since >= PATIENCE_S):
+                    raise
+                if not silent_since:
+                    silent_since = time.monotonic()
+                    _warn(f"no answer, trying again: {error}")
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if reply.history != history:
+                _warn_of_beginning(reply, again=bool(history))
+            batch += reply.records
+            history, after = reply.history, reply.records[-1].number if reply.records else after
+            silent_since = 0.0
+            if reply.more:
+                continue
+            yield sorted(batch, key=lambda record: record.at_s)
+            batch = []
+            if reply.finished or not follow:
+                return
+
+
+def _warn_of_beginning(reply: logs_pb2.LogsReply, *, again: bool) -> None:
+    if again:
+        _warn("the coordinator has begun a new log; it does not know what was logged before it led")
+    elif reply.dropped:
+        _warn(f"{reply.dropped:.0f} older records are not there any more")
+
+
+def _warn(text: str) -> None:
+    print(f"axon-ps: {text}", file=sys.stderr)
