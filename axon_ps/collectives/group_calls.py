@@ -72,7 +72,7 @@ class GroupCalls:
         self._message_queues: dict[tuple[str, int, int], WorkQueue] = {}
         self._sub_groups: list[GroupCalls] = []
         self._finished_error: AxonError | None = None
-        register("group", self, group=members.name)
+        register("group", self.backends, group=members.name)
 
     @classmethod
     def over(cls, backend: Backend, timeout_s: float) -> GroupCalls:
@@ -113,10 +113,6 @@ class GroupCalls:
         self.members.check_joined()
         self._check_going()
         return self.backends.get(device, self._timeout_s)
-
-    def statistics(self) -> dict[str, float]:
-        """Return the counters of the backends."""
-        return self.backends.statistics()
 
     # ------------------------------------------------------------------ collectives
 

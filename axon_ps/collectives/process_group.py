@@ -190,7 +190,7 @@ class ProcessGroup:
 
     def statistics(self) -> dict[str, float]:
         """Return the counters of its backends."""
-        return self.calls.statistics()
+        return self.calls.backends.statistics()
 
     # ------------------------------------------------------------------ collectives
 

@@ -166,9 +166,9 @@ class CallPlans:
 
     # ------------------------------------------------------------------ checks
 
-    def check_shards(self, what: str, whole: Tensor, shard: Tensor) -> None:
+    def check_shards(self, what: str, tensor: Tensor, shard: Tensor) -> None:
         """Check that a tensor has the elements of n shards; `what` names it."""
-        _check_numel(what, whole, shard.numel() * self._world_size)
+        _check_numel(what, tensor, shard.numel() * self._world_size)
 
     def check_gathered(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Check that there is an output for each rank's tensor, all of the size of ours."""
