@@ -49,8 +49,7 @@ Init: TypeAlias = Callable[[nn.Module], None] | None
 def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[tuple[Wrapping, WrappedUnits]]:
     """Check the arguments against each other and the job; give the options, and the units of the module.
 
-    No other model of this process gets the model's name as long as the context lasts, and later only if it was
-    registered.
+    The model's name is claimed for it; if the block raises, the name is free again.
 
     Raises:
         Misuse, InvalidRequest: as of `FullyShardedDataParallel`.
