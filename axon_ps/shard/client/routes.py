@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Protocol
 
-from axon_ps.aggregation.client.peers import MakeContext
+from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.errors import InvalidRequest, Timeout
 from axon_ps.observe.tracing.span import Span
 from axon_ps.rpc.deadlines import Deadline
@@ -19,21 +18,11 @@ from axon_ps.types import Array
 from axon_ps.wire.v1 import common_pb2
 
 
-class Changes(Protocol):
-    """Changes that calls wait for; `aggregation.client.peers.Peers` has those of the servers, too."""
-
-    def wake(self) -> None:
-        """Wake all that wait."""
-
-    async def wait(self, timeout_s: float) -> None:
-        """Wait for a change, at most so long."""
-
-
 class Routes:
     """The layout and the placement of a model. One event loop, except for `holder` and `is_near`.
 
     Args:
-        changes: woken when one of them has changed.
+        peers: the servers; calls that wait for them are woken when layout or placement has changed.
         same_host: the servers that memory is shared with.
 
     Attributes:
@@ -41,10 +30,10 @@ class Routes:
         placement: the newest one; None until it is known.
     """
 
-    def __init__(self, changes: Changes, same_host: SameHostServers) -> None:
+    def __init__(self, peers: Peers, same_host: SameHostServers) -> None:
         self.spec: JobSpec | None = None
         self.placement: Placement | None = None
-        self._changes = changes
+        self._peers = peers
         self._same_host = same_host
         self._held: dict[tuple[Slice, int], Slice] = {}  # by (slice of the plan, index of the holder)
 
@@ -52,13 +41,13 @@ class Routes:
         """Set the layout."""
         self.spec = spec
         self._held.clear()
-        self._changes.wake()
+        self._peers.wake()
 
     def set_placement(self, placement: Placement) -> None:
         """Set the holders of slices; retries go to the present holders."""
         self.placement = placement
         self._held.clear()
-        self._changes.wake()
+        self._peers.wake()
 
     def holder(self, s: Slice, index: int = 0) -> Slice:
         """Return a slice with the server that holds it now: the primary or another holder, the last if there are
@@ -111,7 +100,7 @@ class Routes:
         while self.spec is None or self.placement is None:
             if deadline.expired:
                 raise Timeout(f"the model's layout did not become known within {deadline.timeout_s:g} s")
-            await self._changes.wait(deadline.remaining())
+            await self._peers.wait(deadline.remaining())
         spec, plan = self.spec, self.spec.plan(self.placement.num_cuts)
         self.placement.check(plan)
         begin, end = _range(spec, unit, begin, end, array)

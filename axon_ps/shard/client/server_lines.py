@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Protocol
 
+from axon_ps.aggregation.client.peers import Peers
 from axon_ps.shard.client.line import SHORT_RTT_S, Permit, Permits, Rate
 from axon_ps.types import Membership
 
@@ -44,27 +44,16 @@ their own network cards send meanwhile: 1.90 instead of 1.47.
 """
 
 
-class RoundTrips(Protocol):
-    """The round trips to the servers; `aggregation.client.peers.Peers` measures them."""
-
-    @property
-    def longest_rtt_s(self) -> float:
-        """The longest one to a server, in seconds."""
-
-    def rtt_s(self, rank: int) -> float:
-        """Return that to one server, in seconds."""
-
-
 class ServerLines:
     """The transfers of all models on the lines. One event loop.
 
     Args:
-        round_trips: to the servers.
+        peers: the servers, with their round trips.
         rate: the speed at which gathers arrive.
     """
 
-    def __init__(self, round_trips: RoundTrips, rate: Rate) -> None:
-        self._round_trips = round_trips
+    def __init__(self, peers: Peers, rate: Rate) -> None:
+        self._peers = peers
         self._rate = rate
         self._gathers = Permits()
         self._two_hosts = False  # True if all workers and all servers are on the same two hosts
@@ -77,11 +66,11 @@ class ServerLines:
     @property
     def in_flight_bytes(self) -> int:
         """The bytes that should be in flight beyond those needed now, to keep a long line busy; see `line`."""
-        return self._rate.in_flight_bytes(self._round_trips.longest_rtt_s)
+        return self._rate.in_flight_bytes(self._peers.longest_rtt_s)
 
     def connections(self, server: int) -> int:
         """Return the number of connections that fill the line to a server."""
-        in_flight = self._rate.in_flight_bytes(self._round_trips.rtt_s(server))
+        in_flight = self._rate.in_flight_bytes(self._peers.rtt_s(server))
         return min(MAX_CONNECTIONS, 1 + math.ceil(in_flight / CONNECTION_BYTES))
 
     def gather(self, size_bytes: int) -> AbstractAsyncContextManager[Permit]:
@@ -110,4 +99,4 @@ class ServerLines:
 
     @property
     def _are_long(self) -> bool:
-        return self._round_trips.longest_rtt_s > SHORT_RTT_S
+        return self._peers.longest_rtt_s > SHORT_RTT_S

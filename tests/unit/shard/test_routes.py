@@ -20,8 +20,8 @@ SPEC = job_of(layout_of([100], [40]), chunk_numel=16, min_slice_numel=16)
 PLACEMENT = Placement((Holders((1, 0)), Holders((0,)), Holders((1,)), Holders((0,))), num_cuts=2, number=3)
 
 
-class Changes:
-    """Changes that a test makes."""
+class Peers:
+    """Servers that do not change by themselves."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -37,7 +37,7 @@ class Changes:
 
 def run(body: Callable[[Routes], Awaitable[None]]) -> None:
     async def main() -> None:
-        await body(Routes(Changes(), SameHostServers("")))
+        await body(Routes(Peers(), SameHostServers("")))  # type: ignore[arg-type]
 
     asyncio.run(main())
 

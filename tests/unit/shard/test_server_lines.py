@@ -12,8 +12,8 @@ from axon_ps.shard.client.server_lines import CONNECTION_BYTES, IN_ORDER_BYTES, 
 from axon_ps.types import Member, Membership, Role
 
 
-class RoundTrips:
-    """All servers are as far away."""
+class Peers:
+    """Servers that are all as far away."""
 
     longest_rtt_s = 0.1
 
@@ -71,15 +71,15 @@ async def is_granted(permit: object) -> bool:
 
 def test_gathers_of_a_long_line_wait_for_others_and_near_ones_do_not() -> None:
     async def body() -> None:
-        trips = RoundTrips()
-        lines = ServerLines(trips, Steady(100))
+        peers = Peers()
+        lines = ServerLines(peers, Steady(100))
         async with lines.gather(101) as permit:
             assert not await is_granted(lines.gather(1))
             permit.moved(1)
             assert await is_granted(lines.gather(1)), "the rest of the first does not fill the line"
             permit.moved(-1)
         async with lines.gather(101):
-            trips.longest_rtt_s = 0.0
+            peers.longest_rtt_s = 0.0
             assert await is_granted(lines.gather(1))
 
     run(body)
@@ -87,7 +87,7 @@ def test_gathers_of_a_long_line_wait_for_others_and_near_ones_do_not() -> None:
 
 def test_a_push_waits_for_pushes_of_its_model_and_one_more_is_in_flight() -> None:
     async def body() -> None:
-        lines, mine, other = ServerLines(RoundTrips(), Steady(100)), Permits(), Permits()
+        lines, mine, other = ServerLines(Peers(), Steady(100)), Permits(), Permits()
         async with lines.push(mine, 130), lines.gather(1000):
             assert await is_granted(lines.push(mine, 30))
             assert not await is_granted(lines.push(mine, 29))
@@ -99,9 +99,9 @@ def test_a_push_waits_for_pushes_of_its_model_and_one_more_is_in_flight() -> Non
 @pytest.mark.parametrize(("nodes", "in_order"), [(("a", "b"), True), (("a",), False), (("a", "b", "c"), False)])
 def test_speculative_gathers_of_near_servers_go_in_order_on_two_hosts(nodes: tuple[str, ...], in_order: bool) -> None:
     async def body() -> None:
-        trips = RoundTrips()
-        lines = ServerLines(trips, Steady(100))
-        trips.longest_rtt_s = 0.0
+        peers = Peers()
+        lines = ServerLines(peers, Steady(100))
+        peers.longest_rtt_s = 0.0
         lines.set_members(on(*nodes))
         async with lines.speculative(IN_ORDER_BYTES + 1, 0):
             assert await is_granted(lines.speculative(1, 1)) == (not in_order)
@@ -114,6 +114,6 @@ def test_speculative_gathers_of_near_servers_go_in_order_on_two_hosts(nodes: tup
     [(0, 1), (1, 2), (CONNECTION_BYTES, 2), (100 * CONNECTION_BYTES, MAX_CONNECTIONS)],
 )
 def test_a_long_line_takes_several_connections(in_flight_bytes: int, connections: int) -> None:
-    lines = ServerLines(RoundTrips(), Steady(in_flight_bytes))
+    lines = ServerLines(Peers(), Steady(in_flight_bytes))
     assert lines.in_flight_bytes == in_flight_bytes
     assert lines.connections(0) == connections
