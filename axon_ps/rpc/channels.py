@@ -24,6 +24,8 @@ from axon_ps.host import fork
 from axon_ps.rpc.auth.certificates import Chain
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.auth.loopback import is_loopback
+from axon_ps.rpc.calls.protocol import Carrier
+from axon_ps.rpc.carriers.grpc import GrpcCarrier
 from axon_ps.rpc.in_process import InProcessChannel, is_in_process
 from axon_ps.rpc.renewed_channel import RenewedChannel
 from axon_ps.rpc.security import Security, credentials_of
@@ -135,7 +137,7 @@ def connect(
     """
     host, _ = split_address(address)
     if is_in_process(host):
-        inside = cast(Channel, InProcessChannel(address))  # it has the methods that `service.Stub` uses
+        inside = cast(Channel, InProcessChannel(address))  # it is used by `carrier_of` and closed, as a channel is
         _addresses[inside] = address
         return inside
     options = [*CLIENT_OPTIONS, ("axon_ps.connection", connection)]
@@ -157,6 +159,11 @@ def connect(
     if not security.ca_file:
         _by_secret.add(renewed)
     return renewed
+
+
+def carrier_of(channel: Channel) -> Carrier:
+    """Return the carrier of a channel's calls."""
+    return channel if isinstance(channel, InProcessChannel) else GrpcCarrier(channel)
 
 
 def proves_the_secret(channel: Channel) -> bool:

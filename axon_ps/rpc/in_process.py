@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import grpc
 
-from axon_ps.errors import Misuse, forget
+from axon_ps.errors import Misuse
 from axon_ps.rpc.auth.credentials import OnRefused, Revocations
-from axon_ps.rpc.status import rpc_error
+from axon_ps.rpc.calls.ending import Ending
+from axon_ps.rpc.calls.method import Method, Service, end_calls, method_of
+from axon_ps.rpc.calls.protocol import EOF, CallOver, Destination, Message, Metadata, joined
+from axon_ps.rpc.calls.queue import MessageQueue
+from axon_ps.rpc.calls.status import CANCELLED, CallStatus
 
 SUFFIX: Final = ".in-process"
 """The end of host names of this process."""
@@ -35,12 +38,6 @@ PORT: Final = 1
 MAX_QUEUED_BYTES: Final = 4 << 20
 """Bytes that a stream queues for its reader; as many as a gRPC connection (`channels`)."""
 
-CANCEL_WAIT_S: Final = 5.0
-"""Seconds that a server that stops waits for the calls that it has cancelled."""
-
-EOF: Final = grpc.aio.EOF
-
-T = TypeVar("T")
 _servers: WeakValueDictionary[str, InProcessServer] = WeakValueDictionary()
 
 
@@ -65,7 +62,7 @@ class InProcessServer:
         revocations: without effect, since there are no credentials.
     """
 
-    def __init__(self, host: str, services: Sequence[grpc.GenericRpcHandler]) -> None:
+    def __init__(self, host: str, services: Sequence[Service]) -> None:
         self.revocations = Revocations()
         self.host = host
         self.port = PORT
@@ -102,9 +99,9 @@ class InProcessServer:
             del _servers[self.address]
         await end_calls(self._calls, grace_s)
 
-    def handler(self, path: str) -> Any:
-        """Return gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
-        return handler_of(self._services, path)
+    def method(self, path: str) -> Method | None:
+        """Return the method of "/SERVICE/METHOD"; None when it is not served."""
+        return method_of(self._services, path)
 
     def perform(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Perform a call."""
@@ -115,41 +112,34 @@ class InProcessServer:
 
 
 class InProcessChannel:
-    """A client's channel to the server of an address, with the methods that `service.Stub` uses."""
+    """A client's channel to the server of an address. See `calls.protocol.Carrier`."""
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._calls: set[_Call] = set()
+        self._calls: set[MemoryCall] = set()
         self._closed = False
 
-    def stream_stream(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Callable[..., _Call]:
-        """Return a function that opens a stream: `open(timeout=, metadata=)`. Requests are written as bytes."""
+    def open(self, path: str, timeout_s: float | None, metadata: Metadata | None) -> MemoryCall:
+        """Begin a streaming call."""
+        call = self._made(path, timeout_s)
+        call.begin()
+        return call
 
-        def open(*, timeout: float | None, metadata: object) -> _Call:
-            call = self._begin(path, response_deserializer, timeout)
-            call.begin(None)
-            return call
-
-        return open
-
-    def unary_unary(
-        self, path: str, *, request_serializer: Any, response_deserializer: Any
-    ) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """Return a function that makes a unary call: `await call_once(request, timeout=, metadata=)`."""
-
-        async def call_once(request: Any, *, timeout: float | None, metadata: object) -> Any:
-            data = request_serializer(request) if request_serializer else request
-            call = self._begin(path, response_deserializer, timeout)
-            call.begin(data)
-            try:
-                reply = await call.read()
-            finally:
-                call.cancel()
-            if reply is EOF:
-                raise _error(_Status(grpc.StatusCode.INTERNAL, f"{path} ended without a reply"))
-            return reply
-
-        return call_once
+    async def call(
+        self, path: str, request: bytes, timeout_s: float | None, metadata: Metadata | None
+    ) -> bytes | CallStatus:
+        """Make a unary call."""
+        call = self._made(path, timeout_s)
+        call.requests.put(request)
+        call.begin()
+        try:
+            reply = await call.read()
+        finally:
+            call.cancel()
+        if reply is not EOF:
+            return bytes(reply)
+        status = await call.status()
+        return CallStatus(grpc.StatusCode.INTERNAL, f"{path} ended without a reply") if status.is_ok else status
 
     async def close(self, grace_s: float | None = None) -> None:
         """End the calls under way, and make no others."""
@@ -157,283 +147,143 @@ class InProcessChannel:
         for call in list(self._calls):
             call.cancel()
 
-    def _begin(self, path: str, deserialize: Any, timeout_s: float | None) -> _Call:
+    def _made(self, path: str, timeout_s: float | None) -> MemoryCall:
         if self._closed:
-            raise grpc.aio.UsageError("Channel is closed.")
-        call = _Call(_servers.get(self._address), self._address, path, deserialize, timeout_s)
+            raise CallOver("the channel is closed")
+        call = MemoryCall(_servers.get(self._address), self._address, path, timeout_s)
         self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        call.ending.add_callback(self._calls.discard)
         return call
 
 
-class _Status(NamedTuple):
-    """The end of a call."""
+class MemoryCall:
+    """One call: the client's end, and the state that both ends share. See `calls.protocol.ClientCall`."""
 
-    code: grpc.StatusCode
-    details: str = ""
-    trailing: tuple[tuple[str, str | bytes], ...] = ()
-    local: bool = False
-    """True if the client itself ended it."""
-
-
-class _Queue:
-    """Messages in one direction, in order; bounded. `close` wakes every task that waits."""
-
-    def __init__(self) -> None:
-        self._messages: deque[bytes] = deque()
-        self._queued_bytes = 0
-        self._waiting: dict[asyncio.Future[None], None] = {}
-        self.closed = False
-
-    async def add(self, message: bytes) -> bool:
-        """Add a message once the queue is not full; False when it was closed."""
-        while self._queued_bytes >= MAX_QUEUED_BYTES and not self.closed:
-            await self._change()
-        if self.closed:
-            return False
-        self._messages.append(message)
-        self._queued_bytes += len(message)
-        self._wake()
-        return True
-
-    async def get(self) -> bytes | None:
-        """Return the oldest message as soon as there is one; None when the queue was closed and is empty."""
-        while not self._messages and not self.closed:
-            await self._change()
-        if not self._messages:
-            return None
-        message = self._messages.popleft()
-        self._queued_bytes -= len(message)
-        self._wake()
-        return message
-
-    def close(self, *, drop: bool = False) -> None:
-        """Accept no more messages; with `drop`, discard those that were not read."""
-        self.closed = True
-        if drop:
-            self._messages.clear()
-        self._wake()
-
-    async def _change(self) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[future] = None
-        try:
-            await future
-        finally:
-            self._waiting.pop(future, None)
-
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
-
-
-class _Call:
-    """One call: the client's end, with the methods of gRPC's calls that `stream.Stream` uses, and the shared state."""
-
-    def __init__(
-        self, server: InProcessServer | None, address: str, path: str, deserialize: Any, timeout_s: float | None
-    ) -> None:
-        self.requests, self.replies = _Queue(), _Queue()
-        self.status: _Status | None = None
+    def __init__(self, server: InProcessServer | None, address: str, path: str, timeout_s: float | None) -> None:
+        self.requests: MessageQueue[bytes] = MessageQueue(MAX_QUEUED_BYTES, len)
+        self.replies: MessageQueue[bytes] = MessageQueue(MAX_QUEUED_BYTES, len)
+        self.ending: Ending[MemoryCall] = Ending(self)
         self._server = server
         self._address = address
         self._path = path
-        self._deserialize = deserialize
         self._timeout_s = timeout_s
+        self._began = False
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-        self._callbacks: list[Callable[[Any], object]] = []
-        self._cython_call = self  # `Stream` finds here two methods of gRPC's that are not public
 
-    def begin(self, request: bytes | None) -> None:
-        """Start it on the server: a stream, or a unary call with its request."""
+    def begin(self) -> None:
+        """Start it on the server."""
         loop = asyncio.get_running_loop()
         if self._server is None or self._server.loop is not loop:
             why = "no server of this process" if self._server is None else "a server of another event loop"
-            self.end(_Status(grpc.StatusCode.UNAVAILABLE, f"failed to connect: {self._address} is {why}"))
+            self.end(CallStatus(grpc.StatusCode.UNAVAILABLE, f"failed to connect: {self._address} is {why}"))
             return
-        handler = self._server.handler(self._path)
-        if handler is None:
-            self.end(_Status(grpc.StatusCode.UNIMPLEMENTED, f"{self._path} is not served"))
+        method = self._server.method(self._path)
+        if method is None:
+            self.end(CallStatus(grpc.StatusCode.UNIMPLEMENTED, f"{self._path} is not served"))
             return
         if self._timeout_s is not None:
-            self._timer = loop.call_later(self._timeout_s, self.end, _Status(grpc.StatusCode.DEADLINE_EXCEEDED))
-        self._task = self._server.perform(self._perform(handler, request))
+            self._timer = loop.call_later(self._timeout_s, self.end, CallStatus(grpc.StatusCode.DEADLINE_EXCEEDED))
+        self._task = self._server.perform(self._perform(method))
 
-    async def _perform(self, handler: Any, request: bytes | None) -> None:
+    async def _perform(self, method: Method) -> None:
         """Perform the call, and end it with its status."""
-        context = _Context(self, handler.request_deserializer, handler.response_serializer)
-        status = _Status(grpc.StatusCode.UNKNOWN, "the servicer ended without a status")
+        status = CallStatus(grpc.StatusCode.UNAVAILABLE, "the server stopped")
         try:
-            if handler.stream_stream is not None:
-                await handler.stream_stream(None, context)
-            else:
-                await self.replies.add(await handler.unary_unary(request, context))
-            status = _Status(grpc.StatusCode.OK)
+            request = None if method.is_stream else await self.requests.get()
+            status = await method.perform(MemoryServerCall(self, method), request)
         except asyncio.CancelledError:
-            status = _Status(grpc.StatusCode.UNAVAILABLE, "the server stopped")
-        except grpc.aio.AbortError as error:
-            forget(error)  # `_Context.abort` has set the status
+            pass
         finally:
             self.end(status)
 
-    def end(self, status: _Status) -> None:
+    def end(self, status: CallStatus) -> None:
         """End the call on both sides, with the first status that comes."""
-        if self.status is not None:
+        if not self.ending.set(status):
             return
-        self.status = status
         if self._timer is not None:
             self._timer.cancel()
         self.requests.close(drop=True)
         self.replies.close(drop=status.local)
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
 
-    # ------------------------------------------------------------------ the interface of gRPC's calls
+    # ------------------------------------------------------------------ the client's end
 
-    async def wait_for_connection(self) -> None:
-        """Raise the error of a call that ended before it had begun."""
-        if self.status is not None and self._task is None:
-            raise _error(self.status)
-
-    async def read(self) -> Any:
-        """Return the server's next message, or EOF; raises as gRPC does. Cancelling the reader cancels the call."""
+    async def read(self, destination: Destination | None = None) -> Any:
+        """Return the server's next message, or `EOF`."""
         try:
             message = await self.replies.get()
         except asyncio.CancelledError:
             self.cancel()
             raise
-        if message is not None:
-            return self._deserialize(message) if self._deserialize else message
-        assert self.status is not None, "replies are closed by the end"
-        if self.status.local:
-            raise asyncio.CancelledError
-        if self.status.code is not grpc.StatusCode.OK:
-            raise _error(self.status)
-        return EOF
+        return EOF if message is None else message
 
-    def send_serialized_message(self, message: bytes) -> Awaitable[None]:
+    async def write(self, message: Message) -> None:
         """Send the server a message."""
-        return self._send(message)
-
-    async def _send(self, message: bytes) -> None:
-        if not await self.requests.add(message):
-            raise grpc.aio.InternalError("the call is over")
+        try:
+            if not self._began:
+                self._began = True
+                await asyncio.sleep(0)  # the server begins, as after connecting
+            accepted = await self.requests.add(joined(message))
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if not accepted:
+            raise CallOver("the call has ended")
 
     async def done_writing(self) -> None:
-        """Half-close: no further message is sent."""
+        """Half-close."""
         self.requests.close()
 
-    def cancel(self) -> bool:
+    def cancel(self) -> None:
         """End the call from this side."""
-        before = self.status
-        self.end(_Status(grpc.StatusCode.CANCELLED, "cancelled by the client", local=True))
-        return before is None
+        self.end(CANCELLED)
 
     def done(self) -> bool:
         """Return True if the call has ended."""
-        return self.status is not None
+        return self.ending.status is not None
 
-    def is_locally_cancelled(self) -> bool:
-        """Return True if this side ended the call."""
-        return self.status is not None and self.status.local
-
-    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Have `callback` called with this call when it has ended."""
-        if self.status is None:
-            self._callbacks.append(callback)
-        else:
-            callback(self)
-
-    def code(self) -> Awaitable[grpc.StatusCode]:
-        """Return the status code of a call that has ended."""
-        return _known(self._ended().code)
-
-    def details(self) -> Awaitable[str]:
-        """Return the status details of a call that has ended."""
-        return _known(self._ended().details)
-
-    def trailing_metadata(self) -> Awaitable[tuple[tuple[str, str | bytes], ...]]:
-        """Return the metadata of the status of an ended call."""
-        return _known(self._ended().trailing)
-
-    def _ended(self) -> _Status:
-        assert self.status is not None, "a write fails only when the call has ended"
-        return self.status
+    async def status(self) -> CallStatus:
+        """Return the status with which the call has ended, as soon as it is known."""
+        return await self.ending.wait()
 
 
-class _Context:
-    """A servicer's end of a call, with the part of the interface of gRPC's context that servicers use."""
+class MemoryServerCall:
+    """A servicer's end of a call. See `calls.protocol.ServerCall`."""
 
-    def __init__(self, call: _Call, parse: Any, serialize: Any) -> None:
+    send_soon: Callable[[bytes], bool] | None = None
+
+    def __init__(self, call: MemoryCall, method: Method) -> None:
+        self.received = False
         self._call = call
-        self._parse = parse
-        self._serialize = serialize
+        self._method = method
 
     async def read(self) -> Any:
-        """Return the client's next message; EOF when there are no more."""
+        """Return the client's next message; `EOF` when there are no more."""
         message = await self._call.requests.get()
+        self.received = True
         if message is None:
             return EOF
-        return self._parse(message) if self._parse else message
+        return self._method.parse(message) if self._method.parse else message
+
+    def end_input(self) -> None:
+        """Have the read under way, and later ones, return `EOF`."""
+        self._call.requests.end_input()
+
+    def receive(self, take: Callable[[Any], None]) -> bool:
+        """Return False: the caller must read."""
+        return False
 
     async def write(self, message: Any) -> None:
         """Send the client a message."""
-        data = self._serialize(message) if self._serialize else message
-        if not await self._call.replies.add(data):
-            raise grpc.aio.UsageError("the call is over")
-
-    def abort(
-        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, bytes]] = ()
-    ) -> Awaitable[None]:
-        """End the call with a status."""
-        self._call.end(_Status(code, details, tuple(trailing_metadata)))
-        raise grpc.aio.AbortError("the servicer aborted the call")
+        if not await self._call.replies.add(self._method.serialize(message) if self._method.serialize else message):
+            raise CallOver("the call has ended")
 
     def done(self) -> bool:
         """Return True if the call has ended."""
         return self._call.done()
 
-
-async def _known(value: T) -> T:
-    return value
-
-
-def _error(status: _Status) -> grpc.aio.AioRpcError:
-    return rpc_error(status.code, status.details, status.trailing)
-
-
-# ---- shared by the servers that are not gRPC's ----
-
-
-class _Method(NamedTuple):
-    """The argument of a generic handler."""
-
-    method: str
-    invocation_metadata: tuple[Any, ...]
-
-
-def handler_of(services: Sequence[grpc.GenericRpcHandler], path: str) -> Any:
-    """Return gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
-    details: Any = _Method(path, ())
-    return next((found for s in services if (found := s.service(details)) is not None), None)
-
-
-async def end_calls(calls: Collection[asyncio.Task[None]], grace_s: float) -> None:
-    """Give calls under way `grace_s` seconds, then cancel them.
-
-    Args:
-        calls: those that have not ended; their owner removes each that ends meanwhile.
-        grace_s: seconds that they may take.
-    """
-    if calls:
-        await asyncio.wait(calls, timeout=grace_s)
-    for call in calls:
-        call.cancel()
-    if calls:
-        await asyncio.wait(calls, timeout=CANCEL_WAIT_S)
+    def peer(self) -> str:
+        """Return nothing: the client has no address."""
+        return ""

@@ -237,9 +237,9 @@ class Sockets:
         if service != "coordinator" and len(case.messages[0]) % 2:
             bulk = self._stub(service).bulk
             assert bulk is not None
-            if (call := await bulk.open(case.what, None)) is not None:
+            if (call := await bulk.open(case.what)) is not None:
                 asyncio.get_running_loop().call_later(DEADLINE_S, call.cancel)
-                return Stream(call, service, case.what, DEADLINE_S)
+                return Stream(call, service, case.what, DEADLINE_S, bytes)
         return Stream(over_grpc(**options), service, case.what, DEADLINE_S)
 
     @staticmethod

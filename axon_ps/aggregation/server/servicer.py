@@ -36,7 +36,7 @@ async def serve(shell: CollectiveShell, idle: IdleStreams, context: ServerStream
     while message is not EOF:
         await _perform(await shell.open(message), context)
         await context.write(ENDED)
-        message = await idle.next(context.read())
+        message = await idle.next(context)
 
 
 async def _perform(stream: CollectiveStream, context: ServerStream) -> None:

@@ -122,8 +122,8 @@ class _Proxy:
                 kind = message.WhichOneof("message") if isinstance(message, session_pb2.SessionRequest) else ""
                 if kind == "join" and end is not None:
                     self._ends[message.join.incarnation] = end
-                call.write(message.SerializeToString(), lazy=kind == "heartbeat")
-            call.done_writing()
+                call.send(message.SerializeToString(), lazy=kind == "heartbeat")
+            await call.done_writing()
         except AxonError as error:
             call.cancel(error)
         except Exception as error:

@@ -49,7 +49,7 @@ from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.rpc.access import CHANGES_A_JOB, may_call, refusal, short
 from axon_ps.rpc.auth import credentials as auth
 from axon_ps.rpc.auth.identity import Principal
-from axon_ps.rpc.in_process import handler_of
+from axon_ps.rpc.calls.method import method_of
 from axon_ps.rpc.multiplex.server import MultiplexedServer
 from axon_ps.rpc.service import ServerStream, service_handler
 from axon_ps.rpc.status import error_from_detail
@@ -185,7 +185,7 @@ class CoordinatorServicer:
 
         def handler(method: str, caller: auth.Credentials) -> Any:
             path = f"/{_SERVICE.full_name}/{method}"
-            found = None if method == HOST_SESSION else handler_of(self._handlers, path)
+            found = None if method == HOST_SESSION else method_of(self._handlers, path)
             if found is None:
                 raise InvalidRequest(f"{_SERVICE.full_name} has no method {method!r} for the members of a host")
             if not may_call(caller.roles, path):

@@ -54,7 +54,7 @@ class ShardServicer:
 
     async def all_gather(self, context: ServerStream) -> None:
         """Serve gathers, one after the other."""
-        while (request := await self._idle.next(context.read())) is not EOF:
+        while (request := await self._idle.next(context)) is not EOF:
             tracer, calling = self._shell.tracer, self._shell.calling(request.context.incarnation)
             with calling, tracer.serving("gather", request.context.traceparent) as span:
                 await self._gather(request, context, span)
@@ -178,7 +178,7 @@ class ShardServicer:
 
     async def reduce_scatter(self, context: ServerStream) -> None:
         """Serve pushes, one after the other."""
-        while (message := await self._idle.next(context.read())) is not EOF:
+        while (message := await self._idle.next(context)) is not EOF:
             header, payload = _first(message)
             tracer, calling = self._shell.tracer, self._shell.calling(header.context.incarnation)
             with calling, tracer.serving("push", header.context.traceparent) as span:
@@ -227,7 +227,7 @@ class ShardServicer:
 
     async def upload(self, context: ServerStream) -> None:
         """Serve uploads of first values, one slice after the other."""
-        while (message := await self._idle.next(context.read())) is not EOF:
+        while (message := await self._idle.next(context)) is not EOF:
             await context.write(await self._store(message, context))
 
     async def _store(self, message: Any, context: ServerStream) -> shard_pb2.UploadReply:
@@ -251,7 +251,7 @@ class ShardServicer:
 
     async def replicate(self, context: ServerStream) -> None:
         """Take sums of gradients from the primary of the slices."""
-        message = await self._idle.next(context.read())
+        message = await self._idle.next(context)
         if message is EOF:
             return
         header, payload = _first(message)
@@ -267,7 +267,7 @@ class ShardServicer:
                     total = _total(header, payload)
                 shell.engine.counters["bytes_followed"] += nbytes
                 await shell.push_sum(header, total, placement)
-                message = await self._idle.next(context.read())
+                message = await self._idle.next(context)
                 if message is not EOF:
                     header, payload = decode_chunk(message)
                     if header.HasField("context"):
@@ -276,7 +276,7 @@ class ShardServicer:
 
     async def copy(self, context: ServerStream) -> None:
         """Send all of a slice to a server that becomes a holder."""
-        while (request := await self._idle.next(context.read())) is not EOF:
+        while (request := await self._idle.next(context)) is not EOF:
             shell, _ = await self._shell.fence_server(request.context)
             generation = request.context.generation
             owned = await shell.copy_of(request.slice, request.version, request.epoch, generation)
@@ -299,7 +299,7 @@ class ShardServicer:
 
     async def echo(self, context: ServerStream) -> None:
         """Send messages back unchanged, also while this server is busy."""
-        while (request := await self._idle.next(context.read())) is not EOF:
+        while (request := await self._idle.next(context)) is not EOF:
             check_job(request.context, self._shell.job)
             if len(request.payload) > ECHO_BYTES:
                 raise InvalidRequest(f"{len(request.payload)} bytes are to be sent back; at most {ECHO_BYTES} are")

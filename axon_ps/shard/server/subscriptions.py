@@ -260,7 +260,7 @@ class ObservedServer(Protocol):
 
 async def serve(server: ObservedServer, idle: IdleStreams, context: ServerStream) -> None:
     """Serve one subscription: `reserve` and `pull` alternate until the stream ends."""
-    request = await idle.next(context.read())
+    request = await idle.next(context)
     if request is EOF:
         return
     subscriptions, engine = server.observed(request.context)
@@ -274,7 +274,7 @@ async def serve(server: ObservedServer, idle: IdleStreams, context: ServerStream
                 await _send(server.pacer, subscriptions, engine, subscriber, request.pull, context)
             else:
                 raise InvalidRequest("a subscriber sends reserve or pull; this is neither")
-            request = await idle.next(context.read())
+            request = await idle.next(context)
 
 
 async def _send(

@@ -16,12 +16,13 @@ import rpc_fakes
 from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, PermissionDenied
 from axon_ps.rpc.auth.credentials import EVERYBODY, Credentials, Revocations, calling, stream_end
 from axon_ps.rpc.auth.identity import Principal
-from axon_ps.rpc.in_process import SUFFIX, handler_of
+from axon_ps.rpc.calls.method import method_of
+from axon_ps.rpc.in_process import SUFFIX
 from axon_ps.rpc.multiplex import client as client_module
 from axon_ps.rpc.multiplex import frames as frames_module
 from axon_ps.rpc.multiplex import server as server_module
 from axon_ps.rpc.multiplex.client import MultiplexedClient
-from axon_ps.rpc.multiplex.frames import Outbox
+from axon_ps.rpc.multiplex.frames import FrameQueue
 from axon_ps.rpc.multiplex.server import MultiplexedServer
 from axon_ps.rpc.service import EOF, ServerStream, service_handler
 from axon_ps.wire.v1 import coordinator_pb2, membership_pb2, multiplex_pb2, session_pb2
@@ -61,7 +62,7 @@ async def calling_on(
     made: asyncio.Future[MultiplexedServer] = asyncio.get_running_loop().create_future()
 
     def found(method: str, caller: Credentials) -> Any:
-        if (known := handler_of(handlers, f"/{COORDINATOR.full_name}/{method}")) is None:
+        if (known := method_of(handlers, f"/{COORDINATOR.full_name}/{method}")) is None:
             raise InvalidRequest(f"there is no {method}")
         return known
 
@@ -96,14 +97,14 @@ def test_calls_of_both_kinds_at_once() -> None:
             streams = [client.open("Session") for _ in range(20)]
             for i, stream in enumerate(streams):
                 for k in range(3):
-                    stream.write(leave(f"{i}.{k}"))
+                    stream.send(leave(f"{i}.{k}"))
             replies = await asyncio.gather(*(client.call("KV", asked(f"k{i}")) for i in range(20)))
             assert [coordinator_pb2.KVReply.FromString(r).value for r in replies] == [
                 f"k{i}".encode() for i in range(20)
             ]
             assert [await read(s, 3) for s in streams] == [[f"{i}.{k}" for k in range(3)] for i in range(20)]
             for stream in streams:
-                stream.done_writing()
+                await stream.done_writing()
             assert [[m async for m in s.messages()] for s in streams] == [[]] * 20, "they ended well"
 
     run(main())
@@ -113,14 +114,14 @@ def test_an_error_reaches_its_call_alone_and_as_it_was_raised() -> None:
     async def main() -> None:
         async with calling_on() as (client, _):
             one, other = client.open("Session"), client.open("Session")
-            one.write(leave("end"))
+            one.send(leave("end"))
             with pytest.raises(PermissionDenied, match="it was asked to"):
                 await read(one, 1)
             with pytest.raises(Busy, match="come back later"):
                 await client.call("KV", asked("refused"))
             with pytest.raises(InvalidRequest, match="there is no Nothing"):
                 await client.call("Nothing", b"")
-            other.write(leave("fine"))
+            other.send(leave("fine"))
             assert await read(other, 1) == ["fine"]
 
     run(main())
@@ -130,12 +131,12 @@ def test_what_cannot_be_parsed_ends_its_call_alone() -> None:
     async def main() -> None:
         async with calling_on() as (client, _):
             one, other = client.open("Session"), client.open("Session")
-            one.write(b"\xff\xff")
+            one.send(b"\xff\xff")
             with pytest.raises(InvalidRequest, match="a message of Session cannot be parsed"):
                 await read(one, 1)
             with pytest.raises(InvalidRequest, match="a KVRequest cannot be parsed"):
                 await client.call("KV", b"\xff\xff")
-            other.write(leave("fine"))
+            other.send(leave("fine"))
             assert await read(other, 1) == ["fine"]
 
     run(main())
@@ -182,7 +183,7 @@ def test_calls_end_with_the_stream_on_both_sides() -> None:
     async def main() -> None:
         async with calling_on() as (client, server):
             stream = client.open("Session")
-            stream.write(leave("a"))
+            stream.send(leave("a"))
             assert await read(stream, 1) == ["a"]
             server.end(Broken("the coordinator is stopping"))
             with pytest.raises(Broken, match="the coordinator is stopping"):
@@ -251,8 +252,8 @@ def test_messages_are_given_to_who_receives_them_at_once() -> None:
         async with calling_on(session=session) as (client, _):
             stream = client.open("Session")
             for reason in ("first", "a", "b"):
-                stream.write(leave(reason))
-            stream.done_writing()
+                stream.send(leave(reason))
+            await stream.done_writing()
             assert [m async for m in stream.messages()] == []
             assert [m is EOF or m.leave.reason for m in got] == ["a", "b", True]
 
@@ -269,7 +270,7 @@ def test_who_does_not_read_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) ->
         async with calling_on(session=deaf) as (client, server):
             stream = client.open("Session")
             for i in range(8):
-                stream.write(leave(str(i)))
+                stream.send(leave(str(i)))
             with pytest.raises(Broken, match="has not read 4 messages"):
                 await read(stream, 1)
             assert not server._calls
@@ -284,11 +285,11 @@ def test_what_nobody_reads_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) ->
         async with calling_on() as (client, _):
             stream, other = client.open("Session"), client.open("Session")
             for i in range(8):
-                stream.write(leave(str(i)))
+                stream.send(leave(str(i)))
             await client.call("KV", asked("k"))
             with pytest.raises(Broken, match="4 messages of Session were not read"):
                 await read(stream, 8)
-            other.write(leave("fine"))
+            other.send(leave("fine"))
             assert await read(other, 1) == ["fine"]
 
     run(main())
@@ -303,12 +304,12 @@ def test_limits_of_calls_and_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> N
             streams = [client.open("Session") for _ in range(3)]
             with pytest.raises(Busy, match="3 calls are under way on this stream already"):
                 await client.call("KV", asked("k"))
-            streams[0].done_writing()
+            await streams[0].done_writing()
             assert [m async for m in streams[0].messages()] == []
             await client.call("KV", asked("k"))
             with pytest.raises(Broken, match="the server does not take what is sent to it"):
                 for i in range(8):
-                    streams[1].write(leave(str(i)))
+                    streams[1].send(leave(str(i)))
 
     run(main())
 
@@ -328,8 +329,8 @@ def test_a_message_that_is_too_large_is_refused_to_its_call(monkeypatch: pytest.
             with pytest.raises(InvalidRequest, match="a message of KV has 2503 bytes"):
                 await client.call("KV", asked("2500"))
             with pytest.raises(InvalidRequest, match="a message of Session has"):
-                stream.write(leave("x" * 3000))
-            stream.write(leave("fine"))
+                stream.send(leave("x" * 3000))
+            stream.send(leave("fine"))
             assert await read(stream, 1) == ["fine"]
 
     run(main())
@@ -339,11 +340,11 @@ def test_a_host_that_does_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(frames_module, "MAX_WAITING_BYTES", 1000)
 
     async def large(request: coordinator_pb2.KVRequest, context: object) -> coordinator_pb2.KVReply:
-        return coordinator_pb2.KVReply(value=bytes(600))
+        return coordinator_pb2.KVReply(value=request.key.encode() * 600)
 
     async def main() -> None:
         async with calling_on(kv=large) as (client, _):
-            calls = [asyncio.ensure_future(client.call("KV", asked("k"))) for _ in range(8)]
+            calls = [asyncio.ensure_future(client.call("KV", asked(key))) for key in "abcdefgh"]
             await asyncio.wait(calls)
             errors = [call.exception() for call in calls if call.exception() is not None]
             assert errors
@@ -380,7 +381,7 @@ def test_a_call_is_made_by_who_makes_it_and_ends_with_its_credentials() -> None:
                 await read(theirs, 1)
             with pytest.raises(PermissionDenied, match="revoked: it leaked"):
                 await client.call("KV", asked("k"), WORKER)
-            others.write(leave("fine"))
+            others.send(leave("fine"))
             assert [m async for m in others.messages()] == []
 
     run(main())
@@ -423,7 +424,7 @@ def test_what_is_in_no_hurry_goes_with_what_is(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(frames_module, "LAZY_S", 3600.0)
 
     async def main() -> None:
-        outbox = Outbox()
+        outbox = FrameQueue()
         outbox.add(1, b"beat", lazy=True)
         outbox.add(2, b"beat", lazy=True)
         taking = asyncio.ensure_future(outbox.take())
@@ -445,7 +446,7 @@ def test_what_is_in_no_hurry_goes_with_what_is(monkeypatch: pytest.MonkeyPatch) 
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([b"a", b"b", b"c", b"x" * 700])), max_size=40))
 def test_every_call_gets_its_messages_in_order(messages: list[tuple[int, bytes]]) -> None:
     async def main() -> list[multiplex_pb2.Frames]:
-        outbox = Outbox()
+        outbox = FrameQueue()
         for call, message in messages:
             outbox.add(call, message)
         return list(await outbox.take()) if messages else []
