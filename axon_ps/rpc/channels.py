@@ -26,7 +26,7 @@ from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.calls.protocol import Carrier
 from axon_ps.rpc.carriers.grpc import GrpcCarrier
-from axon_ps.rpc.in_process import InProcessChannel, is_in_process
+from axon_ps.rpc.carriers.in_process import InProcessChannel, is_in_process
 from axon_ps.rpc.renewed_channel import RenewedChannel
 from axon_ps.rpc.security import Security, credentials_of
 
@@ -107,7 +107,7 @@ CALL_OPTIONS: Final[Mapping[str, int]] = {
 
 _logger = logging.getLogger(__name__)
 connected_ports: Final[set[int]] = set()
-"""Ports to which this process has opened connections other than gRPC's (`rpc.bulk`)."""
+"""Ports to which this process has opened connections other than gRPC's (`rpc.carriers.bulk`)."""
 
 _addresses: WeakKeyDictionary[Channel, str] = WeakKeyDictionary()
 _by_secret: WeakSet[Channel] = WeakSet()
@@ -125,8 +125,8 @@ def connect(
     """Return a channel to `address`. It sends nothing before its first call. Call this on the thread of an event loop.
 
     Args:
-        address: "host:port"; an IPv6 host is in brackets. A server of this process (`rpc.in_process`) is called
-            without gRPC's core.
+        address: "host:port"; an IPv6 host is in brackets. A server of this process (`carriers.in_process`) is called without
+            gRPC's core.
         security: selects TLS and the certificate. The token does not belong to the channel: give it to `Stub`.
         connection: its number; channels with different numbers never share a connection.
         name: the host that the server's certificate names, if `address` has a number instead.

@@ -26,9 +26,8 @@ class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """Send the health of a service whenever it changes, for `WATCH_S`; a service that does not exist is refused."""
         if request.service not in self._server_status:
-            await abort(
-                context, status_of(InvalidRequest(f"this server has no service {request.service[:80]!r} to watch"))
-            )
+            unknown = f"this server has no service {request.service[:80]!r} to watch"
+            await abort(context, status_of(InvalidRequest(unknown)))
         if self._watches >= MAX_WATCHES:
             full = f"{MAX_WATCHES} watches of this server's health are open, which is the most; ask with Check instead"
             await abort(context, status_of(Busy(full)))

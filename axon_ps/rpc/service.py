@@ -33,10 +33,10 @@ from google.protobuf.message_factory import GetMessageClass
 
 from axon_ps.errors import Broken, Closed, InternalError
 from axon_ps.rpc import channels
-from axon_ps.rpc.bulk.client import BulkClient
 from axon_ps.rpc.calls.method import Method, Service
 from axon_ps.rpc.calls.protocol import EOF, CallOver, ClientCall, ServerCall
 from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.bulk.client import BulkClient
 from axon_ps.rpc.renewed_channel import RenewedChannel
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.status import error_of, error_of_status
@@ -153,7 +153,7 @@ class Stub:
         return self._stream(call, method, timeout_s, self.credentials())
 
     async def open_bulk(self, method: str) -> Stream:
-        """Open a streaming call for much data, over a bulk connection (`rpc.bulk`) if possible.
+        """Open a streaming call for much data, over a bulk connection (`rpc.carriers.bulk`) if possible.
 
         Args:
             method: name of the RPC, as the schema spells it.

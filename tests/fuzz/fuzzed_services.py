@@ -16,7 +16,7 @@ import grpc
 from axon_ps.errors import AxonError
 from axon_ps.rpc.calls.protocol import EOF, CallOver
 from axon_ps.rpc.calls.status import OK, CallStatus
-from axon_ps.rpc.in_process import InProcessChannel, MemoryCall
+from axon_ps.rpc.carriers.in_process import InProcessCall, InProcessChannel
 from entropy import Entropy
 from findings import Case, Findings, LoggedTracebacks, where
 from grown import Grower
@@ -56,7 +56,7 @@ class _Channel(InProcessChannel):
         super().__init__(address)
         self._calls_made = made
 
-    def _made(self, path: str, timeout_s: float | None) -> MemoryCall:
+    def _made(self, path: str, timeout_s: float | None) -> InProcessCall:
         call = super()._made(path, timeout_s)
         self._calls_made.append(call)
         return call

@@ -23,7 +23,7 @@ import hostile_bulk
 import hostile_http2
 from attackers import paced
 from axon_ps.errors import AxonError, InternalError
-from axon_ps.rpc.bulk.client import BULK, BulkClient
+from axon_ps.rpc.carriers.bulk.client import BULK, BulkClient
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_of

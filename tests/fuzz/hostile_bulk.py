@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from axon_ps.rpc.bulk.connection import HEAD, LARGE_BYTES, FrameKind
+from axon_ps.rpc.carriers.bulk.connection import HEAD, LARGE_BYTES, FrameKind
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
 from axon_ps.wire.v1 import bulk_pb2
 from entropy import Entropy

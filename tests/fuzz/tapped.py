@@ -10,7 +10,7 @@ from typing import Any
 from axon_ps.rpc import channels
 from axon_ps.rpc.calls.protocol import EOF, Destination, Message, Metadata, joined
 from axon_ps.rpc.calls.status import CallStatus
-from axon_ps.rpc.in_process import InProcessChannel, MemoryCall
+from axon_ps.rpc.carriers.in_process import InProcessCall, InProcessChannel
 from axon_ps.wire.v1 import coordinator_pb2, shard_pb2
 
 METHODS = {
@@ -53,7 +53,7 @@ class Tap:
         tap = self
 
         class TappedChannel(InProcessChannel):
-            def open(self, path: str, timeout_s: float | None, metadata: Metadata | None) -> MemoryCall:
+            def open(self, path: str, timeout_s: float | None, metadata: Metadata | None) -> InProcessCall:
                 call = super().open(path, timeout_s, metadata)
                 write, read = call.write, call.read
 

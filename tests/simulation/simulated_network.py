@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import grpc
 
-from axon_ps.rpc import in_process
 from axon_ps.rpc.calls.queue import MessageQueue
 from axon_ps.rpc.calls.status import CallStatus
-from axon_ps.rpc.in_process import MAX_QUEUED_BYTES, InProcessServer
+from axon_ps.rpc.carriers import in_process
+from axon_ps.rpc.carriers.in_process import MAX_QUEUED_BYTES, InProcessServer
 from axon_ps.shard.server.shell import ShardShell
 from virtual_loop import BEGAN_S, VirtualLoop, process
 
@@ -169,7 +169,7 @@ class Network:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """All calls in this process go through it."""
-        network, plain_call, plain_start = self, in_process.MemoryCall, InProcessServer.start
+        network, plain_call, plain_start = self, in_process.InProcessCall, InProcessServer.start
 
         class Call(_VirtualCall):
             pass
@@ -180,12 +180,12 @@ class Network:
             server.process = process.get()  # type: ignore[attr-defined]
             return await plain_start(server, serving=serving)
 
-        in_process.MemoryCall = Call  # type: ignore[misc]
+        in_process.InProcessCall = Call  # type: ignore[misc]
         InProcessServer.start = start  # type: ignore[method-assign]
         try:
             yield
         finally:
-            in_process.MemoryCall = plain_call  # type: ignore[misc]
+            in_process.InProcessCall = plain_call  # type: ignore[misc]
             InProcessServer.start = plain_start  # type: ignore[method-assign]
 
 
@@ -229,7 +229,7 @@ class _DelayedQueue(MessageQueue[bytes]):
         self._wake()
 
 
-class _VirtualCall(in_process.MemoryCall):
+class _VirtualCall(in_process.InProcessCall):
     """A call that travels."""
 
     network: Network

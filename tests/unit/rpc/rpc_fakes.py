@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 
 from axon_ps.errors import Broken, Unreachable
-from axon_ps.rpc.bulk import client as bulk_client_module
-from axon_ps.rpc.bulk.client import bulk_client
 from axon_ps.rpc.calls.protocol import ClientCall, Destination, Message
 from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.bulk import client as bulk_client_module
+from axon_ps.rpc.carriers.bulk.client import bulk_client
+from axon_ps.rpc.carriers.in_process import InProcessServer, is_in_process, new_network
 from axon_ps.rpc.channels import connect
-from axon_ps.rpc.in_process import InProcessServer, is_in_process, new_network
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server, listen
 from axon_ps.rpc.service import Stream, Stub, method_name, service_handler
@@ -156,7 +156,7 @@ class LateCall:
     async def _connected(self) -> ClientCall:
         if self._call is None:
             self._call = (await asyncio.shield(self._opening))._call
-            assert isinstance(self._call, bulk_client_module.SocketCall), "it fell back to gRPC"
+            assert isinstance(self._call, bulk_client_module.BulkCall), "it fell back to gRPC"
         return self._call
 
     async def read(self, destination: Destination | None = None) -> Any:

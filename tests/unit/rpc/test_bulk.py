@@ -16,9 +16,9 @@ import rpc_fakes
 from axon_ps.errors import Broken, Closed, InvalidRequest, PermissionDenied
 from axon_ps.rpc.auth.identity import Identity, Principal
 from axon_ps.rpc.auth.tokens import mint, new_secret, verified
-from axon_ps.rpc.bulk import client, server
-from axon_ps.rpc.bulk.client import SocketCall
-from axon_ps.rpc.bulk.connection import HEAD, FrameKind
+from axon_ps.rpc.carriers.bulk import client, server
+from axon_ps.rpc.carriers.bulk.client import BulkCall
+from axon_ps.rpc.carriers.bulk.connection import HEAD, FrameKind
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
@@ -43,7 +43,7 @@ def test_messages_go_over_a_socket_of_their_own_and_not_over_grpc() -> None:
     async def main() -> None:
         async with serving(reduce_scatter=count_bytes) as s:
             stream = await Stub.open_bulk(s.stub, "ReduceScatter")
-            assert isinstance(stream._call, SocketCall)
+            assert isinstance(stream._call, BulkCall)
             await stream.write((b"\0" * 100, memoryview(np.zeros(1 << 20, np.float32))))
             assert (await stream.read()).chunks == 100 + (4 << 20)
 
@@ -60,7 +60,7 @@ def test_where_there_is_none_calls_go_over_grpc(why: str, monkeypatch: pytest.Mo
                 monkeypatch.setattr(client, "_connected", refuse)
             for _ in range(2):
                 stream = await Stub.open_bulk(s.stub, "ReduceScatter")
-                assert not isinstance(stream._call, SocketCall)
+                assert not isinstance(stream._call, BulkCall)
             assert (len(refused) == 1) == (why != "no port"), "it is not attempted again so soon"
 
     async def refuse(host: str, port: int) -> Any:
@@ -87,7 +87,7 @@ def test_a_connection_that_is_not_answered_leaves_its_socket_unwatched(monkeypat
         async with serving(reduce_scatter=count_bytes) as s:
             monkeypatch.setattr(client, "_connected", unanswered)
             stream = await Stub.open_bulk(s.stub, "ReduceScatter")
-            assert not isinstance(stream._call, SocketCall)
+            assert not isinstance(stream._call, BulkCall)
             assert not asyncio.get_running_loop().remove_reader(made[0])
 
     run(main())
@@ -100,9 +100,9 @@ def test_what_would_take_too_many_files_goes_over_grpc(monkeypatch: pytest.Monke
     async def main() -> None:
         async with serving(reduce_scatter=count_bytes) as s:
             streams = [await Stub.open_bulk(s.stub, "ReduceScatter") for _ in range(3)]
-            assert [isinstance(stream._call, SocketCall) for stream in streams] == [True, True, False]
+            assert [isinstance(stream._call, BulkCall) for stream in streams] == [True, True, False]
             streams[0].cancel()
-            assert isinstance((await Stub.open_bulk(s.stub, "ReduceScatter"))._call, SocketCall)
+            assert isinstance((await Stub.open_bulk(s.stub, "ReduceScatter"))._call, BulkCall)
 
     monkeypatch.setattr(rpc_fakes, "BulkStub", PlainBulkStub)
     run(main())
@@ -148,7 +148,7 @@ def test_strangers_are_few_and_members_come_in_once_they_have_gone(monkeypatch: 
             bulk: Any = s.server
             while bulk._bulk._strangers:
                 await asyncio.sleep(0)
-            assert isinstance((await Stub.open_bulk(s.stub, "ReduceScatter"))._call, SocketCall)
+            assert isinstance((await Stub.open_bulk(s.stub, "ReduceScatter"))._call, BulkCall)
 
     run(main())
 
@@ -230,7 +230,7 @@ def test_over_tls_a_call_has_the_role_of_its_capability() -> None:
             security=roles[Principal.SHARD], client=roles[role], reduce_scatter=count_bytes, replicate=count_bytes
         ) as s:
             stream = await Stub.open_bulk(s.stub, method)
-            assert isinstance(stream._call, SocketCall)
+            assert isinstance(stream._call, BulkCall)
             await stream.write((b"\0" * 7, memoryview(bytes(1 << 20))))
             await stream.read()
 

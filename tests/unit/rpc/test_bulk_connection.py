@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from axon_ps.rpc.bulk.connection import BUFFER_BYTES, FIRST_BYTES, HEAD, LARGE_BYTES, Connection, FrameKind
+from axon_ps.rpc.carriers.bulk.connection import BUFFER_BYTES, FIRST_BYTES, HEAD, LARGE_BYTES, Connection, FrameKind
 
 MOST = 2 * LARGE_BYTES
 SIZES = st.sampled_from(

@@ -18,7 +18,7 @@ import rpc_fakes
 from axon_ps.errors import Busy, InvalidRequest, PermissionDenied
 from axon_ps.rpc import channels, limits
 from axon_ps.rpc.auth import interceptor
-from axon_ps.rpc.in_process import SUFFIX
+from axon_ps.rpc.carriers.in_process import SUFFIX
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub, service_handler

@@ -22,8 +22,8 @@ from axon_ps.rpc.calls import method
 from axon_ps.rpc.calls.method import method_of
 from axon_ps.rpc.calls.protocol import EOF, CallOver, ClientCall, ServerCall
 from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.in_process import SUFFIX
 from axon_ps.rpc.channels import carrier_of, connect
-from axon_ps.rpc.in_process import SUFFIX
 from axon_ps.rpc.multiplex.client import MultiplexedClient
 from axon_ps.rpc.multiplex.server import MultiplexedServer
 from axon_ps.rpc.security import Security

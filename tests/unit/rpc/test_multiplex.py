@@ -17,7 +17,7 @@ from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, PermissionDe
 from axon_ps.rpc.auth.credentials import EVERYBODY, Credentials, Revocations, calling, stream_end
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.calls.method import method_of
-from axon_ps.rpc.in_process import SUFFIX
+from axon_ps.rpc.carriers.in_process import SUFFIX
 from axon_ps.rpc.multiplex import client as client_module
 from axon_ps.rpc.multiplex import frames as frames_module
 from axon_ps.rpc.multiplex import server as server_module

@@ -116,10 +116,10 @@ class InProcessChannel:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._calls: set[MemoryCall] = set()
+        self._calls: set[InProcessCall] = set()
         self._closed = False
 
-    def open(self, path: str, timeout_s: float | None, metadata: Metadata | None) -> MemoryCall:
+    def open(self, path: str, timeout_s: float | None, metadata: Metadata | None) -> InProcessCall:
         """Begin a streaming call."""
         call = self._made(path, timeout_s)
         call.begin()
@@ -147,22 +147,22 @@ class InProcessChannel:
         for call in list(self._calls):
             call.cancel()
 
-    def _made(self, path: str, timeout_s: float | None) -> MemoryCall:
+    def _made(self, path: str, timeout_s: float | None) -> InProcessCall:
         if self._closed:
             raise CallOver("the channel is closed")
-        call = MemoryCall(_servers.get(self._address), self._address, path, timeout_s)
+        call = InProcessCall(_servers.get(self._address), self._address, path, timeout_s)
         self._calls.add(call)
         call.ending.add_callback(self._calls.discard)
         return call
 
 
-class MemoryCall:
+class InProcessCall:
     """One call: the client's end, and the state that both ends share. See `calls.protocol.ClientCall`."""
 
     def __init__(self, server: InProcessServer | None, address: str, path: str, timeout_s: float | None) -> None:
         self.requests: MessageQueue[bytes] = MessageQueue(MAX_QUEUED_BYTES, len)
         self.replies: MessageQueue[bytes] = MessageQueue(MAX_QUEUED_BYTES, len)
-        self.ending: Ending[MemoryCall] = Ending(self)
+        self.ending: Ending[InProcessCall] = Ending(self)
         self._server = server
         self._address = address
         self._path = path
@@ -191,7 +191,7 @@ class MemoryCall:
         status = CallStatus(grpc.StatusCode.UNAVAILABLE, "the server stopped")
         try:
             request = None if method.is_stream else await self.requests.get()
-            status = await method.perform(MemoryServerCall(self, method), request)
+            status = await method.perform(InProcessServerCall(self, method), request)
         except asyncio.CancelledError:
             pass
         finally:
@@ -249,12 +249,12 @@ class MemoryCall:
         return await self.ending.wait()
 
 
-class MemoryServerCall:
+class InProcessServerCall:
     """A servicer's end of a call. See `calls.protocol.ServerCall`."""
 
     send_soon: Callable[[bytes], bool] | None = None
 
-    def __init__(self, call: MemoryCall, method: Method) -> None:
+    def __init__(self, call: InProcessCall, method: Method) -> None:
         self.received = False
         self._call = call
         self._method = method

@@ -1,4 +1,4 @@
-"""A client's bulk calls, and their negotiation with a server. See `rpc.bulk`. One event loop.
+"""A client's bulk calls, and their negotiation with a server. See `rpc.carriers.bulk`. One event loop.
 
 Note: [Where a bulk connection cannot be had]
     A server may have no port for bulk calls, or its port may not be reachable from here: behind a NAT, a firewall. Then
@@ -26,12 +26,12 @@ from google.protobuf.message import DecodeError
 from axon_ps.errors import AxonError, ConfigurationError
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.auth.tls_contexts import client_context
-from axon_ps.rpc.bulk.connection import Connection, FairLock, FrameKind, status_of_frame
 from axon_ps.rpc.calls.ending import Ending
 from axon_ps.rpc.calls.protocol import EOF, Buffer, CallOver, Destination, Message
 from axon_ps.rpc.calls.status import CANCELLED, CallStatus
+from axon_ps.rpc.carriers.bulk.connection import Connection, FairLock, FrameKind, status_of_frame
+from axon_ps.rpc.carriers.in_process import is_in_process
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES, connected_ports, split_address
-from axon_ps.rpc.in_process import is_in_process
 from axon_ps.rpc.limits import max_bulk_calls
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.stream import Stream
@@ -50,11 +50,11 @@ _MIN_RTT_AT: Final = 148
 """Offset of tcpi_min_rtt, a u32 of microseconds, in Linux's struct tcp_info."""
 
 _logger = logging.getLogger(__name__)
-_under_way: WeakSet[SocketCall] = WeakSet()  # of this process
+_under_way: WeakSet[BulkCall] = WeakSet()  # of this process
 _CLOSED: Final = CallStatus(grpc.StatusCode.UNAVAILABLE, "Socket closed: by this side")
 
 
-class SocketCall:
+class BulkCall:
     """A client's end of a call, whose messages are not parsed. See `calls.protocol.ClientCall`.
 
     Several tasks may write.
@@ -64,7 +64,7 @@ class SocketCall:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self.ending: Ending[SocketCall] = Ending(self)
+        self.ending: Ending[BulkCall] = Ending(self)
         self._connection = connection
         self._hung_up = False
         self._unread: deque[memoryview] = deque()
@@ -173,9 +173,9 @@ class _Granted:
         self.port = 0
         self.capability = b""
         self.is_over = False
-        self._calls: set[SocketCall] = set()
+        self._calls: set[BulkCall] = set()
 
-    def add(self, call: SocketCall) -> None:
+    def add(self, call: BulkCall) -> None:
         """Have a call end when the stream breaks."""
         self._calls.add(call)
         call.ending.add_callback(self._calls.discard)
@@ -209,7 +209,7 @@ class BulkClient:
         self._again_s = 0.0
         self.rtt_s = 0.0
 
-    async def open(self, path: str) -> SocketCall | None:
+    async def open(self, path: str) -> BulkCall | None:
         """Open a call; None if the call must be made over gRPC.
 
         Args:
@@ -227,7 +227,7 @@ class BulkClient:
             if not granted.is_over:
                 self._give_up(f"port {granted.port} of {self._host} cannot be reached ({error or 'no answer'})")
             return None
-        call = SocketCall(connection)
+        call = BulkCall(connection)
         _under_way.add(call)
         call.ending.add_callback(_under_way.discard)
         granted.add(call)

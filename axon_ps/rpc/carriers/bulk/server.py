@@ -30,10 +30,10 @@ from google.protobuf.message import DecodeError
 from axon_ps.errors import InvalidRequest, PermissionDenied
 from axon_ps.rpc.access import may_call, refusal
 from axon_ps.rpc.auth.credentials import Credentials, Ended, Revocations, Revoked, calling
-from axon_ps.rpc.bulk.connection import Connection, FrameError, FrameKind, frame_of_status
 from axon_ps.rpc.calls.method import Method, Service, end_calls, method_of
 from axon_ps.rpc.calls.protocol import EOF, CallOver, ServerCall, task_is_cancelled
 from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.bulk.connection import Connection, FrameError, FrameKind, frame_of_status
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
 from axon_ps.rpc.limits import HANDSHAKE_S, MAX_STRANGERS, max_connections
 from axon_ps.rpc.listener import Listener
@@ -149,7 +149,7 @@ class BulkServer:
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         method = method_of(self._services, path)
-        call = SocketServerCall(connection, task, method)
+        call = BulkServerCall(connection, task, method)
         connection.on_hangup(call.hang_up)
         try:
             with self._revocations.watching(credentials, is_stream=True):
@@ -192,7 +192,7 @@ class _Grant:
             call.cancel()
 
 
-class SocketServerCall:
+class BulkServerCall:
     """A servicer's end of a call. See `calls.protocol.ServerCall`.
 
     Args:

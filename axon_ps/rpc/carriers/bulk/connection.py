@@ -1,4 +1,4 @@
-"""One socket of a bulk call: frames in and out. See `rpc.bulk`, Note: [The frames of a bulk connection].
+"""One socket of a bulk call: frames in and out. See `rpc.carriers.bulk`, Note: [The frames of a bulk connection].
 
 Note: [Few wake-ups]
     A socket is readable as soon as one packet is there. An event loop that reads each time spends more time on waking
@@ -22,9 +22,9 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from axon_ps.rpc.bulk import hangups
 from axon_ps.rpc.calls.protocol import Buffer, Destination
 from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.bulk import hangups
 from axon_ps.rpc.channels import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
 from axon_ps.wire.v1 import bulk_pb2
 
