@@ -125,8 +125,8 @@ def connect(
     """Return a channel to `address`. It sends nothing before its first call. Call this on the thread of an event loop.
 
     Args:
-        address: "host:port"; an IPv6 host is in brackets. A server of this process (`carriers.in_process`) is called without
-            gRPC's core.
+        address: "host:port"; an IPv6 host is in brackets. A server of this process (`carriers.in_process`) is called
+            without gRPC's core.
         security: selects TLS and the certificate. The token does not belong to the channel: give it to `Stub`.
         connection: its number; channels with different numbers never share a connection.
         name: the host that the server's certificate names, if `address` has a number instead.

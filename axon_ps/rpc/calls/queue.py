@@ -1,4 +1,4 @@
-"""The messages of a call in one direction, between a task that sends and one that reads."""
+"""The messages of a call in one direction, between a writer and a reader."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class ShardConfig:
         port: port to listen on; 0 = any free one.
         advertise: "host" or "host:port" at which workers reach this server; empty = `host`, or the machine's host name
             if that is a wildcard.
-        bulk_port: port for bulk connections (`carriers.bulk`), on the same host; 0 = any free one; None = there are none.
+        bulk_port: port for bulk connections, on the same host; 0 = any free one; None = there are none.
         advertise_bulk_port: the bulk port that workers connect to; 0 = `bulk_port`. With 0, there are no bulk
             connections if `advertise` names another port than `port`, since the proxy at that port would not forward
             them.

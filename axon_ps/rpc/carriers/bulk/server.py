@@ -36,7 +36,7 @@ from axon_ps.rpc.calls.status import CallStatus
 from axon_ps.rpc.carriers.bulk.connection import Connection, FrameError, FrameKind, frame_of_status
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
 from axon_ps.rpc.limits import HANDSHAKE_S, MAX_STRANGERS, max_connections
-from axon_ps.rpc.listener import Listener
+from axon_ps.rpc.listener import TcpListener
 from axon_ps.rpc.status import status_of
 from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.wire.v1 import bulk_pb2
@@ -62,7 +62,7 @@ class BulkServer:
         self._revocations = revocations
         self._tls = tls
         self._port = 0
-        self._listener: Listener | None = None
+        self._listener: TcpListener | None = None
         self._granted: dict[bytes, _Grant] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: set[asyncio.Task[None]] = set()
@@ -79,7 +79,7 @@ class BulkServer:
         Raises:
             ConfigurationError: it cannot listen there.
         """
-        self._listener = Listener(host, port, "bulk connections", self._take)
+        self._listener = TcpListener(host, port, "bulk connections", self._take)
         self._port = advertised or self._listener.port
         return self._listener.port
 
