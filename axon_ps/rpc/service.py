@@ -34,7 +34,7 @@ from google.protobuf.message_factory import GetMessageClass
 from axon_ps.errors import Broken, Closed, InternalError
 from axon_ps.rpc import channels
 from axon_ps.rpc.calls.method import Method, Service
-from axon_ps.rpc.calls.protocol import EOF, CallOver, ClientCall, ServerCall
+from axon_ps.rpc.calls.protocol import EOF, CallOver, ClientCall
 from axon_ps.rpc.calls.status import CallStatus
 from axon_ps.rpc.carriers.bulk.client import BulkClient
 from axon_ps.rpc.renewed_channel import RenewedChannel
@@ -44,7 +44,7 @@ from axon_ps.rpc.stream import Stream
 from axon_ps.wire.frames import BULK_MESSAGES
 from axon_ps.wire.v1 import watch_pb2
 
-__all__ = ["EOF", "ServerStream", "Stream", "Stub", "error_of", "method_name", "service_handler", "together"]
+__all__ = ["EOF", "Stream", "Stub", "error_of", "method_name", "service_handler", "together"]
 
 RAW_MESSAGES: Final = frozenset(message.DESCRIPTOR.full_name for message in (*BULK_MESSAGES, watch_pb2.WatchEvent))
 """Messages that servicers and stubs get as encoded bytes: bulk, and events that are encoded once for many readers."""
@@ -53,7 +53,6 @@ NO_TOKEN: Final = Security()
 
 T = TypeVar("T")
 
-ServerStream = ServerCall
 _CAPITALS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 

@@ -50,8 +50,9 @@ from axon_ps.rpc.access import CHANGES_A_JOB, may_call, refusal, short
 from axon_ps.rpc.auth import credentials as auth
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.calls.method import method_of
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.rpc.multiplex.server import MultiplexedServer
-from axon_ps.rpc.service import ServerStream, service_handler
+from axon_ps.rpc.service import service_handler
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
 from axon_ps.sharding.job import JobSpec
@@ -143,7 +144,7 @@ class CoordinatorServicer:
         stranger = f"no member: {incarnation[:32]!r}" if incarnation else "an operator"
         return state.config.job, stranger if known is None else name_of(known)
 
-    async def session(self, context: ServerStream) -> None:
+    async def session(self, context: ServerCall) -> None:
         """Serve a member's session."""
         first = await _first(context, "a Join")
         if first is EOF:
@@ -176,7 +177,7 @@ class CoordinatorServicer:
             if self._ends.get(request.incarnation) is end:
                 self._ends.pop(request.incarnation, None)
 
-    async def host_session(self, context: ServerStream) -> None:
+    async def host_session(self, context: ServerCall) -> None:
         """Serve the calls of a host's members: its proxy, which holds the job's secret, names the caller of each."""
         if not auth.calling().has_secret:
             raise PermissionDenied(
@@ -207,7 +208,7 @@ class CoordinatorServicer:
             for id in ids:
                 self._ends.pop(id, None)
 
-    async def _read(self, context: ServerStream, session: Session) -> None:
+    async def _read(self, context: ServerCall, session: Session) -> None:
         """Pass a member's messages on until its stream ends."""
         try:
             while (message := await context.read()) is not EOF:
@@ -494,7 +495,7 @@ class CoordinatorServicer:
         self._shell.state.callers.check(self._caller(request.context))
         return status_to_proto(self._shell.status())
 
-    async def watch(self, context: ServerStream) -> None:
+    async def watch(self, context: ServerCall) -> None:
         """Send the job's events as they happen."""
         request = await _first(context, "a WatchRequest")
         if request is EOF:
@@ -564,7 +565,7 @@ def _refusing(sessions: Sequence[Session]) -> Iterator[None]:
             session.close(error)
 
 
-async def _learn(shell: Shell, context: ServerStream, role: Role, why: str) -> None:
+async def _learn(shell: Shell, context: ServerCall, role: Role, why: str) -> None:
     """Bring an older state up to the knowledge of a joining process, if it is a shard server.
 
     Raises:
@@ -582,7 +583,7 @@ async def _learn(shell: Shell, context: ServerStream, role: Role, why: str) -> N
     )
 
 
-async def _first(context: ServerStream, what: str) -> Any:
+async def _first(context: ServerCall, what: str) -> Any:
     """Return the first message of a stream, or `EOF`."""
     try:
         async with asyncio.timeout(JOIN_S):

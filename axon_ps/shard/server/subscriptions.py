@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest, SliceMoved, Timeout
-from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.rpc.stream import EOF
 from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.shard.core.engine import ShardEngine
@@ -258,7 +258,7 @@ class ObservedServer(Protocol):
         """Return the subscriptions to a model, and its engine, for a caller that need not be a member."""
 
 
-async def serve(server: ObservedServer, idle: IdleStreams, context: ServerStream) -> None:
+async def serve(server: ObservedServer, idle: IdleStreams, context: ServerCall) -> None:
     """Serve one subscription: `reserve` and `pull` alternate until the stream ends."""
     request = await idle.next(context)
     if request is EOF:
@@ -283,7 +283,7 @@ async def _send(
     engine: ShardEngine,
     subscriber: Subscriber,
     pull: shard_pb2.Pull,
-    context: ServerStream,
+    context: ServerCall,
 ) -> None:
     publication = await subscriptions.chosen(subscriber, pull.epoch, pull.version)
     since = pull.since if pull.HasField("since") else -1

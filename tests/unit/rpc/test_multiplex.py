@@ -17,6 +17,7 @@ from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, PermissionDe
 from axon_ps.rpc.auth.credentials import EVERYBODY, Credentials, Revocations, calling, stream_end
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.calls.method import method_of
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.rpc.carriers.in_process import SUFFIX
 from axon_ps.rpc.multiplex import client as client_module
 from axon_ps.rpc.multiplex import frames as frames_module
@@ -24,7 +25,7 @@ from axon_ps.rpc.multiplex import server as server_module
 from axon_ps.rpc.multiplex.client import MultiplexedClient
 from axon_ps.rpc.multiplex.frames import FrameQueue
 from axon_ps.rpc.multiplex.server import MultiplexedServer
-from axon_ps.rpc.service import EOF, ServerStream, service_handler
+from axon_ps.rpc.service import EOF, service_handler
 from axon_ps.wire.v1 import coordinator_pb2, membership_pb2, multiplex_pb2, session_pb2
 from rpc_fakes import COORDINATOR, FakeServicer, run, serving
 
@@ -44,7 +45,7 @@ async def kv(request: coordinator_pb2.KVRequest, context: object) -> coordinator
     return coordinator_pb2.KVReply(value=request.key.encode())
 
 
-async def session(context: ServerStream) -> None:
+async def session(context: ServerCall) -> None:
     """Gives each reason back, as a message of its own."""
     while (message := await context.read()) is not EOF:
         if message.leave.reason == "end":
@@ -66,7 +67,7 @@ async def calling_on(
             raise InvalidRequest(f"there is no {method}")
         return known
 
-    async def host_session(context: ServerStream) -> None:
+    async def host_session(context: ServerCall) -> None:
         server = MultiplexedServer(context, found, caller, revocations or Revocations())
         made.set_result(server)
         await server.run()
@@ -147,7 +148,7 @@ def test_a_call_that_is_cancelled_is_cancelled_at_the_server() -> None:
         ended: list[str] = []
         began = asyncio.Event()
 
-        async def session(context: ServerStream) -> None:
+        async def session(context: ServerCall) -> None:
             began.set()
             try:
                 await context.read()
@@ -210,7 +211,7 @@ def test_equal_messages_for_several_calls_are_one_frame() -> None:
         sent: list[multiplex_pb2.Frame] = []
         waiting: list[Any] = []
 
-        async def session(context: ServerStream) -> None:
+        async def session(context: ServerCall) -> None:
             assert context.send_soon is not None
             waiting.append(context.send_soon)
             await context.read()
@@ -244,7 +245,7 @@ def test_messages_are_given_to_who_receives_them_at_once() -> None:
             if message is EOF:
                 done.set()
 
-        async def session(context: ServerStream) -> None:
+        async def session(context: ServerCall) -> None:
             await context.read()
             assert context.receive(take)
             await done.wait()
@@ -264,7 +265,7 @@ def test_who_does_not_read_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(server_module, "MAX_UNREAD", 4)
 
     async def main() -> None:
-        async def deaf(context: ServerStream) -> None:
+        async def deaf(context: ServerCall) -> None:
             await asyncio.sleep(60)
 
         async with calling_on(session=deaf) as (client, server):
@@ -365,7 +366,7 @@ def test_a_call_is_made_by_who_makes_it_and_ends_with_its_credentials() -> None:
             seen.append(calling())
             return coordinator_pb2.KVReply()
 
-        async def session(context: ServerStream) -> None:
+        async def session(context: ServerCall) -> None:
             seen.append(calling())
             await context.read()
 
@@ -393,7 +394,7 @@ def test_a_stream_ends_with_the_credentials_of_its_caller(monkeypatch: pytest.Mo
     async def main() -> None:
         ends = []
 
-        async def session(context: ServerStream) -> None:
+        async def session(context: ServerCall) -> None:
             ends.append(stream_end())
             await context.read()
 
