@@ -144,8 +144,9 @@ class MultiplexedClient:
         if self._error is None:
             self._error = again(error)
             self._began.set()
+        status = status_of(error)
         for call in list(self._calls.values()):
-            call.end(status_of(error))
+            call.end(status)
 
 
 class MultiplexedCall:

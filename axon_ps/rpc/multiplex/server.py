@@ -143,7 +143,7 @@ class MultiplexedServer:
         if over:
             return
         if status.is_ok:
-            self._send(multiplex_pb2.Frame(calls=(call.number,), end=True))
+            self._send(multiplex_pb2.Frame(calls=(call.number,), message=call.reply, end=True))
         else:
             self.fail(call.number, status)
 
@@ -174,7 +174,11 @@ class MultiplexedServer:
 
 
 class MultiplexedServerCall:
-    """A servicer's end of a call. See `calls.protocol.ServerCall`."""
+    """A servicer's end of a call. See `calls.protocol.ServerCall`.
+
+    Attributes:
+        reply: the reply to a unary call, which is sent with the end of the call.
+    """
 
     def __init__(self, server: MultiplexedServer, number: int, method: Method) -> None:
         self.number = number
@@ -182,6 +186,7 @@ class MultiplexedServerCall:
         self.task: asyncio.Task[None] | None = None
         self.over = False
         self.received = False
+        self.reply: bytes | None = None
         self._server = server
         self._messages: MessageQueue[Any] = MessageQueue()
         self._receive: Callable[[Any], None] | None = None
@@ -243,7 +248,9 @@ class MultiplexedServerCall:
         """Send the caller a message."""
         data = self.method.serialize(message) if self.method.serialize else message
         check_size(data, self.method.name, is_call=False)
-        if not self.send_soon(data):
+        if not self.method.is_stream:
+            self.reply = data
+        elif not self.send_soon(data):
             raise CallOver("the call has ended")
 
     def send_soon(self, message: bytes) -> bool:

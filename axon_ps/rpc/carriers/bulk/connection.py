@@ -148,7 +148,7 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._low_water = 0 if isinstance(sock, ssl.SSLSocket) else 1  # 0: it would hold back TLS records
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._ahead = _Reading(self._buffer, 0)  # bytes from _begin to its count were read and are not used yet
+        self._buffered = _Reading(self._buffer, 0)  # bytes from _begin to its count were read and are not used yet
         self._begin = 0
         self._readers: list[_Reading] = []
         self._watched = False
@@ -190,8 +190,8 @@ class Connection:
             FrameError: the peer sends bytes that are not a frame, or a frame that is too long.
             OSError: the connection is over.
         """
-        if self._ahead.count - self._begin < HEAD.size:
-            await self._read_ahead(HEAD.size)
+        if self._buffered.count - self._begin < HEAD.size:
+            await self._read_more(HEAD.size)
         number, size = HEAD.unpack_from(self._buffer, self._begin)
         self._begin += HEAD.size
         if number >= len(_KINDS) or size > self.max_bytes:
@@ -204,7 +204,7 @@ class Connection:
             body = await self._receive_large(size, destination)
             if self._waits == waits:
                 await asyncio.sleep(0)
-        elif size <= self._ahead.count - self._begin:
+        elif size <= self._buffered.count - self._begin:
             body = memoryview(bytes(self._buffer[self._begin : self._begin + size]))
             self._begin += size
         else:
@@ -280,7 +280,7 @@ class Connection:
     # ------------------------------------------------------------------ inside
 
     async def _receive_large(self, size: int, destination: Destination | None) -> memoryview:
-        await self._read_ahead(FIRST_BYTES)
+        await self._read_more(FIRST_BYTES)
         first = memoryview(bytes(self._buffer[self._begin : self._begin + FIRST_BYTES]))
         if destination is not None and (found := destination(first, size)) is not None:
             start, target = found
@@ -293,17 +293,17 @@ class Connection:
 
     async def _fill(self, view: memoryview) -> None:
         """Receive as many bytes as `view` has."""
-        held = min(self._ahead.count - self._begin, view.nbytes)
+        held = min(self._buffered.count - self._begin, view.nbytes)
         view[:held] = self._buffer[self._begin : self._begin + held]
         self._begin += held
         await self._read(_Reading(view[held:], view.nbytes - held))
 
-    def _read_ahead(self, count: int) -> Awaitable[None]:
+    def _read_more(self, count: int) -> Awaitable[None]:
         """Read until at least `count` bytes are in the buffer, and those that came with them."""
-        ahead, held = self._ahead, self._ahead.count - self._begin
-        self._buffer[:held] = self._buffer[self._begin : ahead.count]
-        self._begin, ahead.count, ahead.needed = 0, held, count
-        return self._read(ahead)
+        buffered, held = self._buffered, self._buffered.count - self._begin
+        self._buffer[:held] = self._buffer[self._begin : buffered.count]
+        self._begin, buffered.count, buffered.needed = 0, held, count
+        return self._read(buffered)
 
     async def _read(self, reading: _Reading) -> None:
         """Read until all bytes that are needed were read."""

@@ -226,6 +226,9 @@ class BulkServerCall:
             return EOF
         try:
             kind, body = await self._connection.receive()
+        except asyncio.CancelledError:
+            self._input_ended = True  # a part of a frame may have been read
+            raise
         except FrameError as error:
             raise InvalidRequest(str(error)) from None
         except OSError:
