@@ -27,6 +27,8 @@ RENAMED: Final = {
     "axon_ps.collectives.nccl": "axon_ps.collectives.backends.nccl.backend",
     "axon_ps.collectives.shm": "axon_ps.collectives.backends.shm.backend",
     "axon_ps.collectives.torch_gloo": "axon_ps.collectives.backends.gloo",
+    "axon_ps.rpc.bulk": "axon_ps.rpc.carriers.bulk",
+    "axon_ps.rpc.in_process": "axon_ps.rpc.carriers.in_process",
     "axon_ps.simulate": "axon_ps_lab.simulate",
     "axon_ps.testing.chaos": "axon_ps_lab.chaos",
     "axon_ps.testing.clock": "axon_ps_lab.clock",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.coordinator.messages import event_from_proto, join_to_proto, step_message_to_proto
 from axon_ps.rpc.channels import connect
-from axon_ps.rpc.multiplex.frames import Outbox
+from axon_ps.rpc.multiplex.frames import FrameQueue
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.rpc.stream import EOF
@@ -53,7 +53,7 @@ class Host:
         self.incarnations = [uuid.uuid4().hex for _ in range(size)]
         self.known: list[Membership | None] = [None] * size
         self.replies: dict[int, asyncio.Future[bytes]] = {}
-        self.outbox = Outbox()
+        self.outbox = FrameQueue()
         self.numbers = itertools.count(size)
         self.channel = connect(load.address, Security())
         self.stream = Stub(self.channel, SERVICE).open("HostSession")

@@ -50,8 +50,11 @@ class Leg(NamedTuple):
 LEGS: Mapping[str, Sequence[Leg]] = {
     "a gradient, from backward to the master": (
         Leg("rpc/background_loop.py BackgroundLoop.submit", "parallel/fsdp/runtime.py Runtime.grad_ready"),
-        Leg("rpc/bulk/connection.py Connection._send_all", "shard/client/transfers.py Transfers._send"),
-        Leg("rpc/bulk/connection.py Connection._advance", "shard/server/servicer.py ShardServicer.reduce_scatter"),
+        Leg("rpc/carriers/bulk/connection.py Connection._send_all", "shard/client/transfers.py Transfers._send"),
+        Leg(
+            "rpc/carriers/bulk/connection.py Connection._advance",
+            "shard/server/servicer.py ShardServicer.reduce_scatter",
+        ),
         Leg("compress/cast.py accumulate_last", "shard/server/servicer.py ShardServicer._push"),
         Leg("shard/core/master.py Master.update", "shard/server/apply.py ApplyPool._run"),
     ),
@@ -65,8 +68,8 @@ LEGS: Mapping[str, Sequence[Leg]] = {
         Leg("worker/steps/stepping.py SynchronousSteps.decision_on"),
     ),
     "a parameter, from the server to the module": (
-        Leg("rpc/bulk/connection.py Connection._send_all", "shard/server/servicer.py ShardServicer._gather"),
-        Leg("rpc/bulk/connection.py Connection._advance", "shard/client/transfers.py Transfers.pull"),
+        Leg("rpc/carriers/bulk/connection.py Connection._send_all", "shard/server/servicer.py ShardServicer._gather"),
+        Leg("rpc/carriers/bulk/connection.py Connection._advance", "shard/client/transfers.py Transfers.pull"),
         Leg("parallel/fsdp/flat_unit.py FlatUnit._set_data"),
     ),
     "an all-reduce over grpc": (
@@ -74,7 +77,7 @@ LEGS: Mapping[str, Sequence[Leg]] = {
         Leg("wire/frames.py encode_buffers"),
         Leg("reduction/ops.py accumulate"),
         Leg("reduction/ops.py finish"),
-        Leg("rpc/service.py ServerStream.write"),
+        Leg("aggregation/server/shell.py CollectiveStream.next"),
         Leg("aggregation/client/operation_stream.py OperationStream.data"),
     ),
     "an all-reduce over shm": (
@@ -89,7 +92,7 @@ LONGEST: Mapping[str, tuple[int, int]] = dict(
 )
 """How many functions and files a walk may pass; `test_house.py` holds it."""
 
-_BESIDE = ("wire/v1/", "rpc/in_process.py")
+_BESIDE = ("wire/v1/", "rpc/carriers/in_process.py")
 
 GRADIENT, VOTE, PARAMETER, GRPC, SHM = LEGS
 

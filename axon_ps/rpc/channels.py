@@ -24,7 +24,9 @@ from axon_ps.host import fork
 from axon_ps.rpc.auth.certificates import Chain
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.auth.loopback import is_loopback
-from axon_ps.rpc.in_process import InProcessChannel, is_in_process
+from axon_ps.rpc.calls.protocol import Carrier
+from axon_ps.rpc.carriers.grpc import GrpcCarrier
+from axon_ps.rpc.carriers.in_process import InProcessChannel, is_in_process
 from axon_ps.rpc.renewed_channel import RenewedChannel
 from axon_ps.rpc.security import Security, credentials_of
 
@@ -105,7 +107,7 @@ CALL_OPTIONS: Final[Mapping[str, int]] = {
 
 _logger = logging.getLogger(__name__)
 connected_ports: Final[set[int]] = set()
-"""Ports to which this process has opened connections other than gRPC's (`rpc.bulk`)."""
+"""Ports to which this process has opened connections other than gRPC's (`rpc.carriers.bulk`)."""
 
 _addresses: WeakKeyDictionary[Channel, str] = WeakKeyDictionary()
 _by_secret: WeakSet[Channel] = WeakSet()
@@ -123,7 +125,7 @@ def connect(
     """Return a channel to `address`. It sends nothing before its first call. Call this on the thread of an event loop.
 
     Args:
-        address: "host:port"; an IPv6 host is in brackets. A server of this process (`rpc.in_process`) is called
+        address: "host:port"; an IPv6 host is in brackets. A server of this process (`carriers.in_process`) is called
             without gRPC's core.
         security: selects TLS and the certificate. The token does not belong to the channel: give it to `Stub`.
         connection: its number; channels with different numbers never share a connection.
@@ -135,7 +137,7 @@ def connect(
     """
     host, _ = split_address(address)
     if is_in_process(host):
-        inside = cast(Channel, InProcessChannel(address))  # it has the methods that `service.Stub` uses
+        inside = cast(Channel, InProcessChannel(address))  # it is used by `carrier_of` and closed, as a channel is
         _addresses[inside] = address
         return inside
     options = [*CLIENT_OPTIONS, ("axon_ps.connection", connection)]
@@ -157,6 +159,11 @@ def connect(
     if not security.ca_file:
         _by_secret.add(renewed)
     return renewed
+
+
+def carrier_of(channel: Channel) -> Carrier:
+    """Return the carrier of a channel's calls."""
+    return channel if isinstance(channel, InProcessChannel) else GrpcCarrier(channel)
 
 
 def proves_the_secret(channel: Channel) -> bool:

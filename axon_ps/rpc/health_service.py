@@ -9,6 +9,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 
 from axon_ps.errors import Busy, InvalidRequest
+from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.grpc import abort
 from axon_ps.rpc.limits import MAX_WATCHES, WATCH_S
 from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import status_of
@@ -24,16 +26,18 @@ class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """Send the health of a service whenever it changes, for `WATCH_S`; a service that does not exist is refused."""
         if request.service not in self._server_status:
-            await _refuse(context, InvalidRequest(f"this server has no service {request.service[:80]!r} to watch"))
+            unknown = f"this server has no service {request.service[:80]!r} to watch"
+            await abort(context, status_of(InvalidRequest(unknown)))
         if self._watches >= MAX_WATCHES:
             full = f"{MAX_WATCHES} watches of this server's health are open, which is the most; ask with Check instead"
-            await _refuse(context, Busy(full))
+            await abort(context, status_of(Busy(full)))
         self._watches += 1
         try:
             async with asyncio.timeout(WATCH_S):
                 await self._watch(request.service, context)
         except TimeoutError:
-            await Shielded(context.abort(grpc.StatusCode.UNAVAILABLE, f"a watch lasts {WATCH_S:g} s; begin another"))
+            lasts = f"a watch lasts {WATCH_S:g} s; begin another"
+            await abort(context, CallStatus(grpc.StatusCode.UNAVAILABLE, lasts))
         finally:
             self._watches -= 1
 
@@ -45,8 +49,3 @@ class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-
             await Shielded(context.write(health_pb2.HealthCheckResponse(status=status)))
             async with changed:
                 await changed.wait_for(lambda status=status: self._server_status[service] != status)
-
-
-async def _refuse(context: Any, error: Busy | InvalidRequest) -> None:
-    code, details, metadata = status_of(error)
-    await Shielded(context.abort(code, details, metadata))  # see Note: [An operation that is cancelled]

@@ -43,7 +43,7 @@ from axon_ps.rpc.auth.credentials import Ended, Guard, OnRefused, Revocations, R
 from axon_ps.rpc.auth.tls_contexts import server_context
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.limits import HANDSHAKE_S, HTTP_ANSWER_S, HTTP_HEAD_S, max_http_connections
-from axon_ps.rpc.listener import Listener
+from axon_ps.rpc.listener import TcpListener
 from axon_ps.rpc.security import Security
 from axon_ps.texts import printable
 
@@ -98,7 +98,7 @@ class HttpServer:
         self._guard = Guard(security)
         self._routes: list[Route] = []
         self._runner: web.AppRunner | None = None
-        self._listener: Listener | None = None
+        self._listener: TcpListener | None = None
         self._tls: ssl.SSLContext | None = None
         self._connections: dict[web.RequestHandler, asyncio.Task[None]] = {}  # with the tasks that begin them, by age
         self._admitted: set[web.RequestHandler] = set()  # their caller has credentials
@@ -158,7 +158,7 @@ class HttpServer:
         )
         await self._runner.setup()
         try:
-            self._listener = Listener(self.host, self.port, "HTTP connections", self._take)
+            self._listener = TcpListener(self.host, self.port, "HTTP connections", self._take)
         except ConfigurationError:
             await self._runner.cleanup()
             raise

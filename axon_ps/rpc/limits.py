@@ -58,7 +58,7 @@ MAX_READS_OF_STRANGERS: Final = 4
 """The same for callers without credentials, on all connections: health checks, whose message comes at once."""
 
 MAX_STRANGERS: Final = 64
-"""Bulk connections at a time that have not shown their capability; see `rpc.bulk`."""
+"""Bulk connections at a time that have not shown their capability; see `rpc.carriers.bulk`."""
 
 MAX_WATCHES: Final = 64
 """Health watches at a time: they need no token."""

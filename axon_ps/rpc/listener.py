@@ -26,7 +26,7 @@ BACKLOG: Final = 512
 _logger = logging.getLogger(__name__)
 
 
-class Listener:
+class TcpListener:
     """Accepts connections until `close`. It belongs to the event loop on which it is made.
 
     Args:

@@ -16,10 +16,12 @@ from axon_ps.errors import ConfigurationError, Misuse
 from axon_ps.rpc.auth.credentials import Guard, OnRefused, Revocations
 from axon_ps.rpc.auth.interceptor import CallInterceptor
 from axon_ps.rpc.auth.tls_contexts import server_context
-from axon_ps.rpc.bulk.client import BULK
-from axon_ps.rpc.bulk.server import BulkServer
+from axon_ps.rpc.calls.method import Service
+from axon_ps.rpc.carriers.bulk.client import BULK
+from axon_ps.rpc.carriers.bulk.server import BulkServer
+from axon_ps.rpc.carriers.grpc import GrpcService
+from axon_ps.rpc.carriers.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.channels import SERVER_OPTIONS, join_address
-from axon_ps.rpc.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.limits import MAX_SERVER_CALLS, max_connections, server_options, too_few_files
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import service_handler
@@ -36,14 +38,14 @@ def listen(
     host: str,
     port: int,
     security: Security,
-    services: Sequence[grpc.GenericRpcHandler],
+    services: Sequence[Service],
     service_names: Sequence[str],
     bulk_port: int | None = None,
     advertised_bulk_port: int = 0,
     *,
     options: Mapping[str, int] = NO_OPTIONS,
 ) -> Server | InProcessServer:
-    """Make a server at `host`: a `Server`, or, for a host of this process (`rpc.in_process`), a server without a port.
+    """Make a server at `host`: a `Server`, or, for a host of this process, a server without a port.
 
     Args:
         host, port, security, services, service_names, bulk_port, advertised_bulk_port: see `Server`.
@@ -75,7 +77,7 @@ class Server:
         security: TLS and token.
         services: from `service.service_handler`.
         service_names: full names of the services, for health and reflection.
-        bulk_port: port for bulk connections (`rpc.bulk`); 0 = any free one; None = there are none.
+        bulk_port: port for bulk connections (`rpc.carriers.bulk`); 0 = any free one; None = there are none.
         advertised_bulk_port: the port at which clients reach it; 0 = the same.
         options: gRPC options that replace those of `channels.SERVER_OPTIONS`.
 
@@ -92,7 +94,7 @@ class Server:
         host: str,
         port: int,
         security: Security,
-        services: Sequence[grpc.GenericRpcHandler],
+        services: Sequence[Service],
         service_names: Sequence[str],
         bulk_port: int | None = None,
         advertised_bulk_port: int = 0,
@@ -134,7 +136,7 @@ class Server:
         interceptor = CallInterceptor(self._guard, asks=self._guard.asks or credentials is not None)
         options = tuple({**dict(SERVER_OPTIONS), **dict(server_options()), **self._options}.items())
         server = grpc.aio.server(interceptors=[interceptor], options=options, maximum_concurrent_rpcs=MAX_SERVER_CALLS)
-        server.add_generic_rpc_handlers(self._services)
+        server.add_generic_rpc_handlers([GrpcService(service) for service in self._services])
         self._add_health(server)
         self._add_reflection(server)
         self._bind(server, credentials)
@@ -194,7 +196,7 @@ class Server:
         tls = None if source is None else server_context(source, required=bool(source.current().roots))
         self._bulk = BulkServer(self._services, self.revocations, tls)
         self._bulk.start(self.host, self._bulk_port, self._advertised_bulk_port)
-        server.add_generic_rpc_handlers((service_handler(BULK, self._bulk),))
+        server.add_generic_rpc_handlers([GrpcService(service_handler(BULK, self._bulk))])
 
     def _add_health(self, server: grpc.aio.Server) -> None:
         try:

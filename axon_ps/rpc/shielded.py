@@ -77,10 +77,6 @@ class Shielded(Generic[T]):
             raise cancelled
         return result
 
-    def close(self) -> None:
-        """Close the coroutine, because it will not be awaited."""
-        self._coroutine.close()
-
     def drop(self) -> None:
         """Cancel the coroutine, and not the task."""
         if self._future is not None:

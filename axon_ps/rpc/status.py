@@ -14,20 +14,18 @@ Note: [Unreachable or Broken]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from axon_ps import errors
 from axon_ps.errors import AxonError, GenerationChanged, InternalError, PermissionDenied, Unreachable
+from axon_ps.rpc.calls.status import ERROR_KEY, CallStatus
 from axon_ps.rpc.limits import no_more_files
 from axon_ps.texts import printable
 from axon_ps.wire.v1 import common_pb2
-
-ERROR_KEY: Final = "axon-ps-error-bin"
-"""Trailing metadata with the `ErrorDetail`."""
 
 MAX_MESSAGE_BYTES: Final = 4096
 """A longer message is cut before it is sent: metadata is bounded by both ends (`channels.OPTIONS`)."""
@@ -124,19 +122,23 @@ def error_from_detail(detail: common_pb2.ErrorDetail) -> AxonError:
     return kind(message)
 
 
-def status_of(error: AxonError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """Return code, details and trailing metadata with which an error is sent."""
+def status_of(error: AxonError) -> CallStatus:
+    """Return the status with which an error is sent."""
     detail = error_to_detail(error)
-    return (
-        STATUS_OF[KINDS[detail.kind]],
-        detail.message[:MAX_DETAILS_CHARS],
-        ((ERROR_KEY, detail.SerializeToString()),),
-    )
+    return CallStatus(STATUS_OF[KINDS[detail.kind]], detail.message[:MAX_DETAILS_CHARS], detail.SerializeToString())
 
 
-def rpc_error(code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, str | bytes]]) -> grpc.aio.AioRpcError:
-    """Make the error that gRPC raises at a client for a status that is not OK."""
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details)
+def status_of_rpc_error(error: grpc.aio.AioRpcError) -> CallStatus:
+    """Return the status that an error of gRPC has."""
+    return received_status(error.code(), error.details(), error.trailing_metadata())
+
+
+def received_status(
+    code: grpc.StatusCode, details: str | None, trailing: Iterable[tuple[str, str | bytes]] | None
+) -> CallStatus:
+    """Return the status that gRPC has received."""
+    error = next((v for key, v in trailing or () if key == ERROR_KEY and isinstance(v, bytes)), b"")
+    return CallStatus(code, details or "", error)
 
 
 def error_of(
@@ -148,14 +150,11 @@ def error_of(
     timeout_s: float | None = None,
 ) -> AxonError:
     """Return the error of a failed call; see `error_of_status`."""
-    details, trailing = error.details() or "", error.trailing_metadata()
-    return error_of_status(error.code(), details, trailing, peer, method, answered=answered, timeout_s=timeout_s)
+    return error_of_status(status_of_rpc_error(error), peer, method, answered=answered, timeout_s=timeout_s)
 
 
 def error_of_status(
-    code: grpc.StatusCode,
-    details: str,
-    trailing: Iterable[tuple[str, str | bytes]] | None,
+    status: CallStatus,
     peer: str = "",
     method: str = "",
     *,
@@ -168,17 +167,15 @@ def error_of_status(
     them in its message.
 
     Args:
-        code: the status code; not OK.
-        details: the status details.
-        trailing: the trailing metadata.
+        status: the status; not OK.
         peer: "host:port" of the call.
         method: the method called.
         answered: whether anything was received on this call. See Note: [Unreachable or Broken].
         timeout_s: the deadline that was given, for the message.
     """
-    peer, details = peer or "the peer", printable(details, lines=True)
+    code, peer, details = status.code, peer or "the peer", printable(status.details, lines=True)
     target = f"{method or 'a call'} at {peer}"
-    if (detail := _detail(trailing or ())) is not None:
+    if (detail := _detail(status.error)) is not None:
         raised = error_from_detail(detail)
         raised.add_note(f"raised by {target}")
         return raised
@@ -215,14 +212,11 @@ def _not_connected(peer: str, details: str) -> AxonError:
     return Unreachable(f"nobody answers at {peer}: {hint} ({details})")
 
 
-def _detail(trailing: Iterable[tuple[str, str | bytes]]) -> common_pb2.ErrorDetail | None:
-    for key, value in trailing:
-        if key == ERROR_KEY and isinstance(value, bytes):
-            try:
-                return common_pb2.ErrorDetail.FromString(value)
-            except DecodeError:
-                return None
-    return None
+def _detail(error: bytes) -> common_pb2.ErrorDetail | None:
+    try:
+        return common_pb2.ErrorDetail.FromString(error) if error else None
+    except DecodeError:
+        return None
 
 
 def _cut(message: str) -> str:
@@ -230,17 +224,3 @@ def _cut(message: str) -> str:
     if len(encoded) <= MAX_MESSAGE_BYTES:
         return encoded.decode()
     return encoded[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "..."
-
-
-def parsed_or_error(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Wrap `parse` so that it returns its error as a value, since gRPC would convert an exception to None."""
-    if parse is None:
-        return None
-
-    def parsed(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            return error
-
-    return parsed

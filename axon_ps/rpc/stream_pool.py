@@ -15,10 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from axon_ps.errors import Closed, Timeout
+from axon_ps.rpc.calls.protocol import EOF, ServerCall
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.service import Stub
-from axon_ps.rpc.shielded import Shielded
-from axon_ps.rpc.stream import EOF, task_is_cancelled
 
 NEVER = Deadline(None)
 
@@ -123,8 +122,7 @@ class IdleStreams:
     """A server's streams on which no call is under way: a server that stops does not wait for them."""
 
     def __init__(self) -> None:
-        self._idle: set[Shielded[Any]] = set()
-        self._ended: set[Shielded[Any]] = set()
+        self._idle: set[ServerCall] = set()
         self._draining = False
 
     @property
@@ -132,25 +130,18 @@ class IdleStreams:
         """True if `drain` was called."""
         return self._draining
 
-    async def next(self, read: Shielded[Any]) -> Any:
-        """Return the result of `read`, the next call's first message; `EOF`: the stream is over, or we are draining."""
+    async def next(self, stream: ServerCall) -> Any:
+        """Return the first message of a stream's next call; `EOF`: the stream is over, or we are draining."""
         if self._draining:
-            read.close()
             return EOF
-        self._idle.add(read)
+        self._idle.add(stream)
         try:
-            return await read
-        except asyncio.CancelledError:
-            if read not in self._ended or task_is_cancelled():  # gRPC cancelled it: the client has gone
-                raise
-            return EOF
+            return await stream.read()
         finally:
-            self._idle.discard(read)
-            self._ended.discard(read)
+            self._idle.discard(stream)
 
     def drain(self) -> None:
         """End the idle streams, now and from now on."""
         self._draining = True
-        self._ended |= self._idle
-        for read in self._idle:
-            read.drop()
+        for stream in self._idle:
+            stream.end_input()

@@ -3,7 +3,7 @@
 Each worker is a thread (`ThreadWorker`) with a real `World`, so parameters, steps, checkpoints and the key-value store
 do what they do in a real job. Only collectives differ: by default they are those of `MockBackend`.
 
-The services are those of real jobs (`coordinator.server`, `shard.server`), reached through `rpc.in_process`.
+The services are those of real jobs (`coordinator.server`, `shard.server`), reached through `rpc.carriers.in_process`.
 There are no sockets, no ports and no other processes, and any number of such jobs may exist at once.
 
 Owns: the loop, the services and their end, once every worker has left. Refuses: to know what the workers do.
@@ -25,7 +25,7 @@ from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork
 from axon_ps.rpc.background_loop import BackgroundLoop
-from axon_ps.rpc.in_process import PORT, new_network
+from axon_ps.rpc.carriers.in_process import PORT, new_network
 from axon_ps.rpc.security import Security
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.shard.server import server as shard_server

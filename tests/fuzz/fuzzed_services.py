@@ -14,8 +14,9 @@ from typing import Any, Final
 import grpc
 
 from axon_ps.errors import AxonError
-from axon_ps.rpc.in_process import EOF, InProcessChannel
-from axon_ps.rpc.status import ERROR_KEY
+from axon_ps.rpc.calls.protocol import EOF, CallOver
+from axon_ps.rpc.calls.status import OK, CallStatus
+from axon_ps.rpc.carriers.in_process import InProcessCall, InProcessChannel
 from entropy import Entropy
 from findings import Case, Findings, LoggedTracebacks, where
 from grown import Grower
@@ -53,11 +54,11 @@ class _Channel(InProcessChannel):
 
     def __init__(self, address: str, made: list[Any]) -> None:
         super().__init__(address)
-        self._made = made
+        self._calls_made = made
 
-    def _begin(self, *arguments: Any) -> Any:
-        call = super()._begin(*arguments)
-        self._made.append(call)
+    def _made(self, path: str, timeout_s: float | None) -> InProcessCall:
+        call = super()._made(path, timeout_s)
+        self._calls_made.append(call)
         return call
 
 
@@ -155,39 +156,34 @@ class Services:
         channel = _Channel(addresses[(index + len(case.messages)) % len(addresses)], made)
         try:
             if method.client_streaming:
-                await self._stream(channel, case)
+                self._ended(case, await self._stream(channel, case))
             else:
-                call = channel.unary_unary(case.what, request_serializer=None, response_deserializer=None)
-                await call(case.messages[0], timeout=None, metadata=None)
-            self.statuses["OK"] += 1
-        except grpc.aio.AioRpcError as error:
-            self._ended(case, error)
+                reply = await channel.call(case.what, case.messages[0], None, None)
+                self._ended(case, reply if isinstance(reply, CallStatus) else OK)
         except asyncio.CancelledError:
             self.statuses["reset by us"] += 1
-        except grpc.aio.InternalError:
+        except CallOver:
             self.statuses["over before all was written"] += 1
         finally:
             self.messages += len(case.messages)
             await channel.close()
 
-    async def _stream(self, channel: InProcessChannel, case: Case) -> None:
-        open_call = channel.stream_stream(case.what, request_serializer=None, response_deserializer=None)
-        call = open_call(timeout=None, metadata=None)
+    async def _stream(self, channel: InProcessChannel, case: Case) -> CallStatus:
+        call = channel.open(case.what, None, None)
         for message in case.messages:
-            await call.send_serialized_message(message)
+            await call.write(message)
         if len(case.messages[0]) % 2:
             await call.done_writing()
         for _ in range(READS):
             if await call.read() is EOF:
-                return
+                return await call.status()
+        return OK
 
-    def _ended(self, case: Case, error: grpc.aio.AioRpcError) -> None:
-        self.statuses[error.code().name] += 1
-        foreseen = error.code() is grpc.StatusCode.UNKNOWN and any(
-            key == ERROR_KEY for key, _ in error.trailing_metadata()
-        )
-        if error.code() in UNFORESEEN and not foreseen:  # an `AxonError` of no other class is UNKNOWN, too
-            self._findings.add(f"{error.code().name} of {case.what}: {error.details()[:80]}", [case], error.details())
+    def _ended(self, case: Case, status: CallStatus) -> None:
+        self.statuses[status.code.name] += 1
+        foreseen = status.code is grpc.StatusCode.UNKNOWN and status.error
+        if status.code in UNFORESEEN and not foreseen:  # an `AxonError` of no other class is UNKNOWN, too
+            self._findings.add(f"{status.code.name} of {case.what}: {status.details[:80]}", [case], status.details)
 
     # ------------------------------------------------------------------ the job
 

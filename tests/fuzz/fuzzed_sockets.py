@@ -23,7 +23,8 @@ import hostile_bulk
 import hostile_http2
 from attackers import paced
 from axon_ps.errors import AxonError, InternalError
-from axon_ps.rpc.bulk.client import BULK, BulkClient
+from axon_ps.rpc.carriers.bulk.client import BULK, BulkClient
+from axon_ps.rpc.carriers.grpc import GrpcCall
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_of
@@ -237,10 +238,10 @@ class Sockets:
         if service != "coordinator" and len(case.messages[0]) % 2:
             bulk = self._stub(service).bulk
             assert bulk is not None
-            if (call := await bulk.open(case.what, None)) is not None:
+            if (call := await bulk.open(case.what)) is not None:
                 asyncio.get_running_loop().call_later(DEADLINE_S, call.cancel)
-                return Stream(call, service, case.what, DEADLINE_S)
-        return Stream(over_grpc(**options), service, case.what, DEADLINE_S)
+                return Stream(call, service, case.what, DEADLINE_S, bytes)
+        return Stream(GrpcCall(over_grpc(**options)), service, case.what, DEADLINE_S, bytes)
 
     @staticmethod
     async def _write(stream: Stream, case: Case) -> None:

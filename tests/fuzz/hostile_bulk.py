@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from axon_ps.rpc.bulk.connection import HEAD, LARGE_BYTES, Kind
+from axon_ps.rpc.carriers.bulk.connection import HEAD, LARGE_BYTES, FrameKind
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
 from axon_ps.wire.v1 import bulk_pb2
 from entropy import Entropy
@@ -50,7 +50,7 @@ def frame(kind: int, body: bytes = b"", size: int | None = None) -> bytes:
 def hello(bulk: Bulk, entropy: Entropy, path: str = "") -> bytes:
     """The first frame of a call, of any method unless one is named."""
     method = path or entropy.pick(STREAMING)
-    return frame(Kind.HELLO, bulk_pb2.BulkHello(capability=bulk.capability, method=method).SerializeToString())
+    return frame(FrameKind.HELLO, bulk_pb2.BulkHello(capability=bulk.capability, method=method).SerializeToString())
 
 
 async def nothing(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
@@ -70,17 +70,19 @@ async def slow_hello(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
 async def stranger(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
     """Has no capability, or almost one."""
     capability = entropy.pick((b"", entropy.data(32), bulk.capability[:-1], bulk.capability + b"\0", entropy.data(900)))
-    await c.send(frame(Kind.HELLO, bulk_pb2.BulkHello(capability=capability, method=STREAMING[0]).SerializeToString()))
-    await c.send(frame(Kind.MESSAGE, b"x" * 1000))
+    await c.send(
+        frame(FrameKind.HELLO, bulk_pb2.BulkHello(capability=capability, method=STREAMING[0]).SerializeToString())
+    )
+    await c.send(frame(FrameKind.MESSAGE, b"x" * 1000))
     await c.drained(LINGER_S)
 
 
 async def no_hello(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
     """Begins with something else: another frame, another protocol, one that is longer than any hello, anything."""
     begins = (
-        frame(entropy.pick((Kind.MESSAGE, Kind.END, Kind.STATUS, 4, 255)), hello(bulk, entropy)),
-        frame(Kind.HELLO, entropy.data(entropy.below(200))),
-        frame(Kind.HELLO, b"", entropy.pick((1 << 20, (1 << 32) - 1))),
+        frame(entropy.pick((FrameKind.MESSAGE, FrameKind.END, FrameKind.STATUS, 4, 255)), hello(bulk, entropy)),
+        frame(FrameKind.HELLO, entropy.data(entropy.below(200))),
+        frame(FrameKind.HELLO, b"", entropy.pick((1 << 20, (1 << 32) - 1))),
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         bytes.fromhex("16030100c8010000c40303") + entropy.data(200),
         entropy.data(entropy.pick((1, 5, 6, 1000))),
@@ -91,21 +93,21 @@ async def no_hello(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
 
 async def wrong_method(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
     """Calls what is no streaming call of this server, and sends messages all the same."""
-    await c.send(hello(bulk, entropy, entropy.pick(OTHERS) or "/"), frame(Kind.MESSAGE, entropy.data(100)))
+    await c.send(hello(bulk, entropy, entropy.pick(OTHERS) or "/"), frame(FrameKind.MESSAGE, entropy.data(100)))
     await c.drained(LINGER_S)
 
 
 async def wrong_frames(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
     """Frames that may not come: of other kinds, too long, after the end, empty ones, many."""
     pool = (
-        frame(Kind.HELLO, b"x"),
-        frame(Kind.STATUS, b"x"),
+        frame(FrameKind.HELLO, b"x"),
+        frame(FrameKind.STATUS, b"x"),
         frame(entropy.pick((4, 99, 255)), b"x"),
-        frame(Kind.MESSAGE),
-        frame(Kind.END),
-        frame(Kind.END, b"more"),
-        frame(Kind.MESSAGE, b"", MAX_MESSAGE_BYTES + 1),
-        frame(Kind.MESSAGE, b"", (1 << 32) - 1),
+        frame(FrameKind.MESSAGE),
+        frame(FrameKind.END),
+        frame(FrameKind.END, b"more"),
+        frame(FrameKind.MESSAGE, b"", MAX_MESSAGE_BYTES + 1),
+        frame(FrameKind.MESSAGE, b"", (1 << 32) - 1),
     )
     frames = (entropy.pick(pool) for _ in range(entropy.pick((1, 3, 200))))
     await c.send(hello(bulk, entropy), *frames)
@@ -116,13 +118,13 @@ async def large_garbage(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
     """A message of a size whose payload goes straight to its place, with anything in it; some are not sent whole."""
     size = entropy.pick((LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, 1 << 20))
     body = entropy.data(64) + bytes(size - 64)
-    await c.send(hello(bulk, entropy), frame(Kind.MESSAGE, body)[: entropy.pick((size // 2, size + HEAD.size))])
+    await c.send(hello(bulk, entropy), frame(FrameKind.MESSAGE, body)[: entropy.pick((size // 2, size + HEAD.size))])
     await c.drained(LINGER_S)
 
 
 async def announced(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
     """The largest message there may be is announced, and comes byte by byte."""
-    await c.send(hello(bulk, entropy), frame(Kind.MESSAGE, b"", MAX_MESSAGE_BYTES))
+    await c.send(hello(bulk, entropy), frame(FrameKind.MESSAGE, b"", MAX_MESSAGE_BYTES))
     for _ in range(4):
         await asyncio.sleep(SLOW_S / 4)
         await c.send(b"x")
@@ -130,7 +132,7 @@ async def announced(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
 
 async def unread(c: Connection, bulk: Bulk, entropy: Entropy) -> None:
     """Asks again and again, and reads nothing."""
-    await c.send(hello(bulk, entropy), *[frame(Kind.MESSAGE, entropy.data(8))] * entropy.pick((10, 5000)))
+    await c.send(hello(bulk, entropy), *[frame(FrameKind.MESSAGE, entropy.data(8))] * entropy.pick((10, 5000)))
     await asyncio.sleep(entropy.pick((LINGER_S, SLOW_S)))
 
 

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from axon_ps.rpc import channels
-from axon_ps.rpc.in_process import InProcessChannel
+from axon_ps.rpc.calls.protocol import EOF, Destination, Message, Metadata, joined
+from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.in_process import InProcessCall, InProcessChannel
 from axon_ps.wire.v1 import coordinator_pb2, shard_pb2
 
 METHODS = {
@@ -51,38 +53,28 @@ class Tap:
         tap = self
 
         class TappedChannel(InProcessChannel):
-            def unary_unary(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
-                return super().unary_unary(
-                    path,
-                    request_serializer=lambda m: tap.sent(path, request_serializer(m) if request_serializer else m),
-                    response_deserializer=_after(tap, path, response_deserializer),
-                )
+            def open(self, path: str, timeout_s: float | None, metadata: Metadata | None) -> InProcessCall:
+                call = super().open(path, timeout_s, metadata)
+                write, read = call.write, call.read
 
-            def stream_stream(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
-                open_call = super().stream_stream(
-                    path,
-                    request_serializer=request_serializer,
-                    response_deserializer=_after(tap, path, response_deserializer),
-                )
+                async def written(message: Message) -> None:
+                    await write(tap.sent(path, joined(message)))
 
-                def opened(**options: Any) -> Any:
-                    call = open_call(**options)
-                    send = call.send_serialized_message
-                    call.send_serialized_message = lambda data: send(tap.sent(path, data))
-                    return call
+                async def received(destination: Destination | None = None) -> Any:
+                    message = await read(destination)
+                    return message if message is EOF else tap.received(path, message)
 
-                return opened
+                call.write, call.read = written, received  # type: ignore[method-assign]
+                return call
+
+            async def call(
+                self, path: str, request: bytes, timeout_s: float | None, metadata: Metadata | None
+            ) -> bytes | CallStatus:
+                reply = await super().call(path, tap.sent(path, request), timeout_s, metadata)
+                return reply if isinstance(reply, CallStatus) else tap.received(path, reply)
 
         channels.InProcessChannel = TappedChannel
         try:
             yield self
         finally:
             channels.InProcessChannel = InProcessChannel
-
-
-def _after(tap: Tap, path: str, deserialize: Any) -> Callable[[bytes], Any]:
-    def received(data: bytes) -> Any:
-        data = tap.received(path, data)
-        return deserialize(data) if deserialize else data
-
-    return received

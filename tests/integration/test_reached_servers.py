@@ -10,7 +10,7 @@ from axon_ps.aggregation.client import probes
 from axon_ps.aggregation.client.probes import ECHO_BYTES
 from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.errors import AxonError, InvalidRequest, PermissionDenied
-from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.wire.events import Connectivity
 from axon_ps.wire.v1 import common_pb2, shard_pb2
@@ -71,7 +71,7 @@ def test_a_worker_that_waits_for_a_server_asks_it(monkeypatch: pytest.MonkeyPatc
     through, echo = asyncio.Event(), ShardServicer.echo
     through.set()
 
-    async def echoed(servicer: ShardServicer, context: ServerStream) -> None:
+    async def echoed(servicer: ShardServicer, context: ServerCall) -> None:
         """As over a path that carries small packets alone: the call begins, and nothing of it comes back."""
         await asyncio.wait_for(through.wait(), HANG_S)
         await echo(servicer, context)

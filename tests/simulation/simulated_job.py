@@ -33,7 +33,7 @@ from axon_ps.coordinator.core.restart.knowledge import behind
 from axon_ps.coordinator.server import retention
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import GenerationChanged, MemberLost, StepAborted
-from axon_ps.rpc.in_process import PORT, SUFFIX
+from axon_ps.rpc.carriers.in_process import PORT, SUFFIX
 from axon_ps.rpc.security import Security
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.shard.core.slices import OwnedSlice

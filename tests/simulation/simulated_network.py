@@ -16,8 +16,10 @@ from typing import Any, Final
 
 import grpc
 
-from axon_ps.rpc import in_process
-from axon_ps.rpc.in_process import InProcessServer
+from axon_ps.rpc.calls.queue import MessageQueue
+from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers import in_process
+from axon_ps.rpc.carriers.in_process import MAX_QUEUED_BYTES, InProcessServer
 from axon_ps.shard.server.shell import ShardShell
 from virtual_loop import BEGAN_S, VirtualLoop, process
 
@@ -131,7 +133,7 @@ class Network:
                 call.broken("the link is silent")
 
     def _of(self, wanted: Any) -> list[Any]:
-        return [call for _, call in sorted(self._calls.items()) if call.status is None and wanted(call)]
+        return [call for _, call in sorted(self._calls.items()) if call.ending.status is None and wanted(call)]
 
     # ------------------------------------------------------------------ for calls
 
@@ -167,7 +169,7 @@ class Network:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """All calls in this process go through it."""
-        network, plain_call, plain_start = self, in_process._Call, InProcessServer.start
+        network, plain_call, plain_start = self, in_process.InProcessCall, InProcessServer.start
 
         class Call(_VirtualCall):
             pass
@@ -178,27 +180,27 @@ class Network:
             server.process = process.get()  # type: ignore[attr-defined]
             return await plain_start(server, serving=serving)
 
-        in_process._Call = Call  # type: ignore[misc]
+        in_process.InProcessCall = Call  # type: ignore[misc]
         InProcessServer.start = start  # type: ignore[method-assign]
         try:
             yield
         finally:
-            in_process._Call = plain_call  # type: ignore[misc]
+            in_process.InProcessCall = plain_call  # type: ignore[misc]
             InProcessServer.start = plain_start  # type: ignore[method-assign]
 
 
-class _DelayedQueue(in_process._Queue):
+class _DelayedQueue(MessageQueue[bytes]):
     """Messages that are under way before they can be read, in order."""
 
     def __init__(self, call: _VirtualCall, way: Way) -> None:
-        super().__init__()
+        super().__init__(MAX_QUEUED_BYTES, len)
         self._call, self._way = call, way
         self._flying: deque[bytes] = deque()
         self._due_s = 0.0
         self._closing = False
 
     async def add(self, message: bytes) -> bool:
-        while self._queued_bytes >= in_process.MAX_QUEUED_BYTES and not self.closed:
+        while self._queued_bytes >= self._max_bytes and not self.closed:
             await self._change()
         if self.closed or self._closing:
             return False
@@ -227,13 +229,13 @@ class _DelayedQueue(in_process._Queue):
         self._wake()
 
 
-class _VirtualCall(in_process._Call):
+class _VirtualCall(in_process.InProcessCall):
     """A call that travels."""
 
     network: Network
 
-    def __init__(self, server: Any, address: str, path: str, deserialize: Any, timeout_s: float | None) -> None:
-        super().__init__(server, address, path, deserialize, timeout_s)
+    def __init__(self, server: Any, address: str, path: str, timeout_s: float | None) -> None:
+        super().__init__(server, address, path, timeout_s)
         self.client = process.get()
         self.server = getattr(server, "process", address.partition(".")[0])
         self.there, self.back = (role(self.client), role(self.server)), (role(self.server), role(self.client))
@@ -241,25 +243,23 @@ class _VirtualCall(in_process._Call):
         self.requests, self.replies = _DelayedQueue(self, self.there), _DelayedQueue(self, self.back)
         self._number = self.network.opened(self)
 
-    def begin(self, request: bytes | None) -> None:
+    def begin(self) -> None:
         loop = self.network.loop
         if not loop.lives(self.client):
-            self.end(in_process._Status(grpc.StatusCode.CANCELLED, "its process was killed", local=True))
+            self.end(CallStatus(grpc.StatusCode.CANCELLED, "its process was killed", local=True))
             return
         if self._timeout_s is not None:
-            self._timer = loop.call_later(
-                self._timeout_s, self.end, in_process._Status(grpc.StatusCode.DEADLINE_EXCEEDED)
-            )
+            self._timer = loop.call_later(self._timeout_s, self.end, CallStatus(grpc.StatusCode.DEADLINE_EXCEEDED))
         loop.call_later(CONNECT_S, self._give_up)
-        loop.call_later(self.network.delay_s(self.link), self.network.deliver, self.there, lambda: self._reach(request))
+        loop.call_later(self.network.delay_s(self.link), self.network.deliver, self.there, self._reach)
 
     def _give_up(self) -> None:
         if self._task is None:
             self.broken("failed to connect: no answer")
 
-    def _reach(self, request: bytes | None) -> None:
+    def _reach(self) -> None:
         """It has come to the server."""
-        if self.status is not None:
+        if self.ending.status is not None:
             return
         if (
             self._server is None
@@ -268,21 +268,21 @@ class _VirtualCall(in_process._Call):
         ):
             self.broken("failed to connect: nobody listens")
             return
-        handler = self._server.handler(self._path)
-        if handler is None:
-            self.end(in_process._Status(grpc.StatusCode.UNIMPLEMENTED, f"{self._path} is not served"))
+        method = self._server.method(self._path)
+        if method is None:
+            self.end(CallStatus(grpc.StatusCode.UNIMPLEMENTED, f"{self._path} is not served"))
             return
         context = copy_context()
         context.run(process.set, self.server)
-        self._task = context.run(self._server.perform, self._perform(handler, request))
+        self._task = context.run(self._server.perform, self._perform(method))
 
     def broken(self, why: str) -> None:
         """The connection is gone: replies are lost, and the server may find out later, and get what has come to it."""
-        if self.status is None:
+        if self.ending.status is None:
             loop = self.network.loop
             self.replies.close(drop=True)
             late_s = loop.rng.choice((0.0, LATE_S)) * loop.rng.random()
-            self._end(in_process._Status(grpc.StatusCode.UNAVAILABLE, why), late_s, lambda end: end())
+            self._end(CallStatus(grpc.StatusCode.UNAVAILABLE, why), late_s, lambda end: end())
 
     def end(self, status: Any) -> None:
         """See `_Call`; when the client ends it, the server finds out later."""
@@ -290,7 +290,7 @@ class _VirtualCall(in_process._Call):
         self._end(status, late_s, lambda end: self.network.deliver(self.there, end))
 
     def _end(self, status: Any, late_s: float, deliver: Callable[[Any], object]) -> None:
-        if self.status is not None:
+        if self.ending.status is not None:
             return
         self.network.closed(self._number)
         task, loop = self._task, self.network.loop

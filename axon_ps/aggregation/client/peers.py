@@ -14,7 +14,7 @@ from axon_ps.aggregation.client.probes import ECHO_BYTES, Probes, Wait, Waits
 from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.errors import Broken, Closed, Timeout
 from axon_ps.rpc.auth.identity import Principal
-from axon_ps.rpc.bulk.client import BULK, bulk_client
+from axon_ps.rpc.carriers.bulk.client import BULK, bulk_client
 from axon_ps.rpc.channels import Channel, connect
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security

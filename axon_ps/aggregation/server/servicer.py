@@ -19,7 +19,7 @@ import asyncio
 
 from axon_ps.aggregation.server.shell import CollectiveShell, CollectiveStream
 from axon_ps.errors import AxonError, InvalidRequest
-from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.rpc.stream import EOF
 from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
@@ -28,7 +28,7 @@ ENDED = CollectiveChunk(ended=True).SerializeToString()
 """The last message of an operation. See Note: [How an operation ends]."""
 
 
-async def serve(shell: CollectiveShell, idle: IdleStreams, context: ServerStream) -> None:
+async def serve(shell: CollectiveShell, idle: IdleStreams, context: ServerCall) -> None:
     """Serve operations until the client ends the stream between two of them, or this server stops."""
     message = await context.read()
     if message is EOF:
@@ -36,10 +36,10 @@ async def serve(shell: CollectiveShell, idle: IdleStreams, context: ServerStream
     while message is not EOF:
         await _perform(await shell.open(message), context)
         await context.write(ENDED)
-        message = await idle.next(context.read())
+        message = await idle.next(context)
 
 
-async def _perform(stream: CollectiveStream, context: ServerStream) -> None:
+async def _perform(stream: CollectiveStream, context: ServerCall) -> None:
     """Serve one operation."""
     reader: asyncio.Task[None] | None = None
     try:
@@ -53,7 +53,7 @@ async def _perform(stream: CollectiveStream, context: ServerStream) -> None:
         stream.close()
 
 
-async def _read(stream: CollectiveStream, context: ServerStream) -> None:
+async def _read(stream: CollectiveStream, context: ServerCall) -> None:
     """Read all that the rank has to send; an invalid message ends the call."""
     try:
         await stream.consumed()

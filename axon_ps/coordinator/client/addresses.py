@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.carriers.in_process import is_in_process
 from axon_ps.rpc.channels import Channel, connect, join_address, split_address, split_addresses, until_connected
-from axon_ps.rpc.in_process import is_in_process
 from axon_ps.rpc.security import Security
 
 CONNECT_S: Final = 1.0

@@ -13,11 +13,12 @@ from axon_ps.coordinator.proxy.upstream import Upstream
 from axon_ps.errors import AxonError, ConfigurationError, InvalidRequest
 from axon_ps.rpc.auth.credentials import StreamEnd, calling, stream_end
 from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.rpc.channels import CALL_OPTIONS
 from axon_ps.rpc.multiplex.client import MultiplexedCall
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
-from axon_ps.rpc.service import EOF, ServerStream, method_name, service_handler
+from axon_ps.rpc.service import EOF, method_name, service_handler
 from axon_ps.wire.v1 import session_pb2
 
 GRACE_S: Final = 1.0
@@ -93,7 +94,7 @@ class _Proxy:
             raise AttributeError(method)
         return partial(self._stream if method in _STREAMS else self._call, _NAMES[method])
 
-    async def host_session(self, context: ServerStream) -> None:
+    async def host_session(self, context: ServerCall) -> None:
         """Refuse a host's session: a host's proxy does not forward another host's."""
         raise InvalidRequest("this is a host's proxy; give another one the address of the coordinator itself")
 
@@ -103,7 +104,7 @@ class _Proxy:
             end.extend(caller)
         return await self._upstream.calls().call(method, request.SerializeToString(), caller)
 
-    async def _stream(self, method: str, context: ServerStream) -> None:
+    async def _stream(self, method: str, context: ServerCall) -> None:
         call, end = self._upstream.calls().open(method, calling()), stream_end()
         reading = asyncio.create_task(self._read(context, call, end))
         try:
@@ -115,15 +116,15 @@ class _Proxy:
             await asyncio.wait([reading])
             self._ends = {incarnation: known for incarnation, known in self._ends.items() if known is not end}
 
-    async def _read(self, context: ServerStream, call: MultiplexedCall, end: StreamEnd | None) -> None:
+    async def _read(self, context: ServerCall, call: MultiplexedCall, end: StreamEnd | None) -> None:
         """Forward a member's messages; heartbeats are not urgent, and are sent together."""
         try:
             while (message := await context.read()) is not EOF:
                 kind = message.WhichOneof("message") if isinstance(message, session_pb2.SessionRequest) else ""
                 if kind == "join" and end is not None:
                     self._ends[message.join.incarnation] = end
-                call.write(message.SerializeToString(), lazy=kind == "heartbeat")
-            call.done_writing()
+                call.send(message.SerializeToString(), lazy=kind == "heartbeat")
+            await call.done_writing()
         except AxonError as error:
             call.cancel(error)
         except Exception as error:

@@ -171,8 +171,7 @@ def audited(perform: Callable[[S, Any, Any], Awaitable[Any]]) -> Callable[[S, An
     @wraps(perform)
     async def recorded(servicer: S, request: Any, context: Any) -> Any:
         about = {name: str(getattr(request, name)) for name in _ABOUT if hasattr(request, name)}
-        peer = context.peer() if hasattr(context, "peer") else ""
-        with recording(servicer, perform.__name__, request.context.incarnation, peer, about) as found:
+        with recording(servicer, perform.__name__, request.context.incarnation, context.peer(), about) as found:
             reply = await perform(servicer, request, context)
             if not getattr(reply, "first", True):  # a registration that changed nothing
                 found["result"] = ""

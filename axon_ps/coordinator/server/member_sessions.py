@@ -33,8 +33,8 @@ from axon_ps.errors import AxonError, Broken, InternalError, InvalidRequest, Per
 from axon_ps.observe.log_buffer import TAKEN
 from axon_ps.rpc.auth import credentials as auth
 from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.rpc.multiplex.server import MultiplexedServer
-from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
 from axon_ps.texts import printable
@@ -174,7 +174,7 @@ class MemberSessions:
             end.extend(credentials)
         return caller
 
-    async def serve(self, context: ServerStream, role: Role, request: JoinRequest, *, differences: bool) -> None:
+    async def serve(self, context: ServerCall, role: Role, request: JoinRequest, *, differences: bool) -> None:
         """Serve a member's session from its request to join on.
 
         Args:
@@ -206,7 +206,7 @@ class MemberSessions:
             if self._ends.get(request.incarnation) is end:
                 self._ends.pop(request.incarnation, None)
 
-    async def serve_host(self, context: ServerStream, handler: Callable[[str, auth.Credentials], Any]) -> None:
+    async def serve_host(self, context: ServerCall, handler: Callable[[str, auth.Credentials], Any]) -> None:
         """Serve the calls of a host's members; `handler` is as of `MultiplexedServer`."""
         end, ids = auth.stream_end(), []
 
@@ -223,7 +223,7 @@ class MemberSessions:
             for id in ids:
                 self._ends.pop(id, None)
 
-    async def _read(self, context: ServerStream, session: MemberSession) -> None:
+    async def _read(self, context: ServerCall, session: MemberSession) -> None:
         """Pass a member's messages on until its stream ends."""
         try:
             while (message := await context.read()) is not EOF:
@@ -263,7 +263,7 @@ def _refusing(sessions: Sequence[MemberSession]) -> Iterator[None]:
             session.close(error)
 
 
-async def _learn(shell: Shell, context: ServerStream, role: Role, why: str) -> None:
+async def _learn(shell: Shell, context: ServerCall, role: Role, why: str) -> None:
     """Bring an older state up to the knowledge of a joining process, if it is a shard server.
 
     Raises:
@@ -281,7 +281,7 @@ async def _learn(shell: Shell, context: ServerStream, role: Role, why: str) -> N
     )
 
 
-async def first_message(context: ServerStream, what: str) -> Any:
+async def first_message(context: ServerCall, what: str) -> Any:
     """Return the first message of a stream, or `EOF`."""
     try:
         async with asyncio.timeout(JOIN_S):

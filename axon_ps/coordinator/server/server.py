@@ -66,7 +66,7 @@ async def serve(
 
     Args:
         config: the job.
-        host: address to listen on, or a host of this process (see `rpc.in_process`).
+        host: address to listen on, or a host of this process (see `rpc.carriers.in_process`).
         port: port to listen on; 0 = any free one.
         security: TLS and token.
         store: durable state; a job found in it goes on. Not closed here.

@@ -32,8 +32,9 @@ from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.rpc.access import CHANGES_A_JOB, may_call, refusal, short
 from axon_ps.rpc.auth import credentials as auth
 from axon_ps.rpc.auth.identity import Principal
-from axon_ps.rpc.in_process import handler_of
-from axon_ps.rpc.service import ServerStream, service_handler
+from axon_ps.rpc.calls.method import method_of
+from axon_ps.rpc.calls.protocol import ServerCall
+from axon_ps.rpc.service import service_handler
 from axon_ps.rpc.stream import EOF
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.roots import check_allowed
@@ -102,7 +103,7 @@ class CoordinatorServicer:
         stranger = f"no member: {incarnation[:32]!r}" if incarnation else "an operator"
         return state.config.job, stranger if known is None else name_of(known)
 
-    async def session(self, context: ServerStream) -> None:
+    async def session(self, context: ServerCall) -> None:
         """Serve a member's session."""
         first = await first_message(context, "a Join")
         if first is EOF:
@@ -117,7 +118,7 @@ class CoordinatorServicer:
             raise
         await self._sessions.serve(context, role, request, differences=first.join.differences)
 
-    async def host_session(self, context: ServerStream) -> None:
+    async def host_session(self, context: ServerCall) -> None:
         """Serve the calls of a host's members: its proxy, which holds the job's secret, names the caller of each."""
         if not auth.calling().has_secret:
             raise PermissionDenied(
@@ -133,7 +134,7 @@ class CoordinatorServicer:
             PermissionDenied: the caller may not call it.
         """
         path = f"/{_SERVICE.full_name}/{method}"
-        found = None if method == HOST_SESSION else handler_of(self._handlers, path)
+        found = None if method == HOST_SESSION else method_of(self._handlers, path)
         if found is None:
             raise InvalidRequest(f"{_SERVICE.full_name} has no method {method!r} for the members of a host")
         if not may_call(caller.roles, path):
@@ -293,7 +294,7 @@ class CoordinatorServicer:
         self._shell.state.callers.check(self._sessions.caller(request.context))
         return status_to_proto(self._shell.status())
 
-    async def watch(self, context: ServerStream) -> None:
+    async def watch(self, context: ServerCall) -> None:
         """Send the job's events as they happen."""
         request = await first_message(context, "a WatchRequest")
         if request is EOF:

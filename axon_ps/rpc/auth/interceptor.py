@@ -27,10 +27,12 @@ from google.protobuf.message import DecodeError
 from axon_ps.errors import AxonError, Busy, InvalidRequest, Timeout, forget
 from axon_ps.rpc.access import needs_nothing
 from axon_ps.rpc.auth.credentials import Ended, Guard, Unknown
+from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.grpc import abort
 from axon_ps.rpc.limits import FIRST_MESSAGE_S, MAX_READS, MAX_READS_OF_STRANGERS
 from axon_ps.rpc.security import TOKEN_KEY
 from axon_ps.rpc.shielded import Shielded
-from axon_ps.rpc.status import parsed_or_error, status_of
+from axon_ps.rpc.status import status_of
 
 _CERTIFICATE: Final = "x509_pem_cert"
 
@@ -75,7 +77,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer
         return grpc.stream_stream_rpc_method_handler(
             answer,
-            request_deserializer=parse if handler.request_streaming else parsed_or_error(parse),
+            request_deserializer=parse if handler.request_streaming else _parsed_or_error(parse),
             response_serializer=handler.response_serializer,
         )
 
@@ -227,7 +229,7 @@ class _Stranger:
 
 
 async def _unknown(_: Any, context: Any) -> None:
-    await Shielded(context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
+    await abort(context, CallStatus(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
 
 
 _UNKNOWN: Final[Any] = grpc.stream_stream_rpc_method_handler(_unknown)
@@ -235,6 +237,21 @@ _UNKNOWN: Final[Any] = grpc.stream_stream_rpc_method_handler(_unknown)
 
 
 async def _refuse(context: Any, error: AxonError) -> None:
-    code, details, metadata = status_of(error)
-    code = grpc.StatusCode.UNAUTHENTICATED if isinstance(error, (Unknown, Ended)) else code
-    await Shielded(context.abort(code, details, metadata))  # see Note: [An operation that is cancelled]
+    status = status_of(error)
+    if isinstance(error, (Unknown, Ended)):
+        status = status._replace(code=grpc.StatusCode.UNAUTHENTICATED)
+    await abort(context, status)
+
+
+def _parsed_or_error(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Wrap `parse` so that it returns its error as a value, since gRPC would convert an exception to None."""
+    if parse is None:
+        return None
+
+    def parsed(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return parsed

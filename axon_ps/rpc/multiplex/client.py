@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from typing import Final
-
-import grpc
+from typing import Any, Final
 
 from axon_ps.errors import AxonError, Broken, Closed, again
 from axon_ps.rpc.auth.credentials import Credentials
+from axon_ps.rpc.calls.ending import Ending
+from axon_ps.rpc.calls.protocol import EOF, CallOver, Destination, Message, joined
+from axon_ps.rpc.calls.queue import MessageQueue
+from axon_ps.rpc.calls.status import CANCELLED, OK, CallStatus
 from axon_ps.rpc.multiplex.callers import caller_to_proto
-from axon_ps.rpc.multiplex.frames import Outbox, check_size
-from axon_ps.rpc.status import ERROR_KEY, error_of_status
-from axon_ps.rpc.stream import EOF, Stream
+from axon_ps.rpc.multiplex.frames import FrameQueue, check_size
+from axon_ps.rpc.status import error_of_status, status_of
+from axon_ps.rpc.stream import Stream
 from axon_ps.wire.v1 import multiplex_pb2
 
 MAX_UNREAD: Final = 1024
 """Most unread messages of a call; more of them end it."""
-
-_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class MultiplexedClient:
@@ -33,7 +33,7 @@ class MultiplexedClient:
     """
 
     def __init__(self, stream: Stream, peer: str, id: str = "") -> None:
-        self.outbox = Outbox()
+        self.outbox = FrameQueue()
         self._id = id
         self.peer = peer
         self._stream = stream
@@ -136,56 +136,37 @@ class MultiplexedClient:
             if frame.HasField("message"):
                 call.take(frame.message)
             if frame.HasField("status"):
-                call.end(self._error_of(frame.status, call.method))
+                call.end(CallStatus.numbered(frame.status.code, frame.status.details, frame.status.error))
             elif frame.end:
-                call.end(None)
-
-    def _error_of(self, status: multiplex_pb2.CallStatus, method: str) -> AxonError:
-        trailing = ((ERROR_KEY, status.error),) if status.error else ()
-        code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
-        return error_of_status(code, status.details, trailing, self.peer, method)
+                call.end(OK)
 
     def _fail(self, error: AxonError) -> None:
         if self._error is None:
             self._error = again(error)
             self._began.set()
+        status = status_of(error)
         for call in list(self._calls.values()):
-            call.end(error)
+            call.end(status)
 
 
 class MultiplexedCall:
-    """One streaming call."""
+    """One streaming call. See `calls.protocol.ClientCall`; a write never waits, since the stream is for all calls."""
 
     def __init__(self, client: MultiplexedClient, number: int, method: str) -> None:
         self.number = number
         self.method = method
         self._client = client
-        self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._error: AxonError | None = None
-        self._over = False
+        self._messages: MessageQueue[bytes] = MessageQueue()
+        self._ending: Ending[MultiplexedCall] = Ending(self)
 
-    def write(self, message: bytes, *, lazy: bool = False) -> None:
-        """Send a message; see `Outbox.add`.
-
-        Raises:
-            Broken: too much waits to be sent.
-            InvalidRequest: it is too large.
-        """
-        check_size(message, self.method, is_call=True)
-        self._client.check_capacity()
-        if not self._over:
-            self._client.outbox.add(self.number, message, lazy=lazy)
-
-    def done_writing(self) -> None:
-        """Half-close: no further message is sent."""
-        if not self._over:
-            self._client.outbox.add_frame(multiplex_pb2.Frame(calls=(self.number,), end=True))
-
-    def cancel(self, error: AxonError | None = None) -> None:
-        """End the call from this side; its reader gets `error`, if there is one. Does nothing when it is over."""
-        if not self._over:
-            self._client.outbox.add_frame(multiplex_pb2.Frame(calls=(self.number,), cancel=True))
-            self.end(error)
+    async def read(self, destination: Destination | None = None) -> Any:
+        """Return the peer's next message, or `EOF`."""
+        try:
+            message = await self._messages.get()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return EOF if message is None else message
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Yield the peer's messages, until the call has ended without an error.
@@ -195,19 +176,56 @@ class MultiplexedCall:
         """
         while (message := await self._messages.get()) is not None:
             yield message
-        if self._error is not None:
-            raise again(self._error)
+        status = await self.status()
+        if not (status.is_ok or status.local):
+            raise error_of_status(status, self._client.peer, self.method)
+
+    async def write(self, message: Message) -> None:
+        """Send a message."""
+        if self.done():
+            raise CallOver("the call has ended")
+        self.send(joined(message))
+
+    def send(self, message: bytes, *, lazy: bool = False) -> None:
+        """Send a message, if the call has not ended; see `FrameQueue.add`.
+
+        Raises:
+            Broken: too much waits to be sent.
+            InvalidRequest: it is too large.
+        """
+        check_size(message, self.method, is_call=True)
+        self._client.check_capacity()
+        if not self.done():
+            self._client.outbox.add(self.number, message, lazy=lazy)
+
+    async def done_writing(self) -> None:
+        """Half-close."""
+        if not self.done():
+            self._client.outbox.add_frame(multiplex_pb2.Frame(calls=(self.number,), end=True))
+
+    def cancel(self, error: AxonError | None = None) -> None:
+        """End the call from this side; its reader gets `error`, if there is one. Does nothing when it is over."""
+        if not self.done():
+            self._client.outbox.add_frame(multiplex_pb2.Frame(calls=(self.number,), cancel=True))
+            self.end(CANCELLED if error is None else status_of(error))
+
+    def done(self) -> bool:
+        """Return True if the call has ended."""
+        return self._ending.status is not None
+
+    async def status(self) -> CallStatus:
+        """Return the status with which the call has ended, as soon as it is known."""
+        return await self._ending.wait()
 
     def take(self, message: bytes) -> None:
         """Queue a message that has come."""
-        if self._messages.qsize() >= MAX_UNREAD:
+        if len(self._messages) >= MAX_UNREAD:
             self.cancel(Broken(f"{MAX_UNREAD} messages of {self.method} were not read; the call is ended"))
         else:
-            self._messages.put_nowait(message)
+            self._messages.put(message)
 
-    def end(self, error: AxonError | None) -> None:
+    def end(self, status: CallStatus) -> None:
         """Record that the call has ended."""
-        if not self._over:
-            self._over, self._error = True, error
+        if self._ending.set(status):
             self._client.forget(self.number)
-            self._messages.put_nowait(None)
+            self._messages.close(drop=status.local)

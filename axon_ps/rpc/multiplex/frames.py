@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.rpc.channels import MAX_CALL_BYTES, MAX_MESSAGE_BYTES
-from axon_ps.rpc.service import ServerStream, Stream
+from axon_ps.rpc.stream import Stream
 from axon_ps.wire.v1 import multiplex_pb2
 
 LAZY_S: Final = 0.1
@@ -30,7 +31,7 @@ MAX_BYTES: Final = 1 << 20
 """Most bytes of frames that are written together; a larger frame is written by itself."""
 
 
-class Outbox:
+class FrameQueue:
     """Frames in the order in which they were added; a message that equals a waiting one is added to its frame.
 
     This happens only if no other frame of the same call was added in between: each call's messages stay in order.
@@ -77,7 +78,7 @@ class Outbox:
         self._last.clear()
         return _batches(frames)
 
-    async def write_to(self, stream: Stream | ServerStream) -> None:
+    async def write_to(self, stream: Stream | ServerCall) -> None:
         """Write all frames, also those added later, until it is cancelled or the stream ends."""
         while True:
             for frames in await self.take():

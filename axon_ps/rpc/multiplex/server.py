@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
-import grpc
 from google.protobuf.message import DecodeError
 
-from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, again, forget
+from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, again
 from axon_ps.rpc.auth.credentials import Credentials, Ended, Revocations, Revoked
+from axon_ps.rpc.calls.method import Method
+from axon_ps.rpc.calls.protocol import EOF, CallOver, ServerCall
+from axon_ps.rpc.calls.queue import MessageQueue
+from axon_ps.rpc.calls.status import CallStatus
 from axon_ps.rpc.multiplex.callers import caller_from_proto
-from axon_ps.rpc.multiplex.frames import Outbox, check_size
-from axon_ps.rpc.service import EOF, ServerStream
-from axon_ps.rpc.status import ERROR_KEY, status_of
+from axon_ps.rpc.multiplex.frames import FrameQueue, check_size
+from axon_ps.rpc.status import status_of
 from axon_ps.wire.v1 import multiplex_pb2
 
 MAX_CALLS: Final = 1 << 14
@@ -33,8 +34,7 @@ class MultiplexedServer:
 
     Args:
         stream: the stream.
-        handler: returns gRPC's handler of a method, by its name, for a caller; raises an `AxonError` when it may not
-            be called.
+        handler: returns a method, by its name, for a caller; raises an `AxonError` when it may not be called.
         caller: the process that has opened the stream; calls without another caller are its own.
         revocations: the names that are revoked: calls of such callers are ended, and are not begun.
         on_id: called with the stream's id, if it has one; see `Frames.id`.
@@ -42,8 +42,8 @@ class MultiplexedServer:
 
     def __init__(
         self,
-        stream: ServerStream,
-        handler: Callable[[str, Credentials], Any],
+        stream: ServerCall,
+        handler: Callable[[str, Credentials], Method],
         caller: Credentials,
         revocations: Revocations,
         on_id: Callable[[str], None] = lambda _id: None,
@@ -53,9 +53,9 @@ class MultiplexedServer:
         self._caller = caller
         self._revocations = revocations
         self._on_id = on_id
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, MultiplexedServerCall] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.outbox = Outbox()
+        self.outbox = FrameQueue()
 
     async def run(self) -> None:
         """Perform calls until the caller ends the stream; those under way are cancelled then, all at once.
@@ -118,49 +118,49 @@ class MultiplexedServer:
                 raise Busy(f"{MAX_CALLS} calls are under way on this stream already; try again later")
             caller = caller_from_proto(frame.caller) if frame.HasField("caller") else self._caller
             self._revocations.check(caller.names)
-            handler = self._handler(frame.method, caller)
+            method = self._handler(frame.method, caller)
         except AxonError as error:
-            self.fail(number, *status_of(error))
+            self.fail(number, status_of(error))
             return
-        call = self._calls[number] = _Call(self, number, frame.method, handler)
+        call = self._calls[number] = MultiplexedServerCall(self, number, method)
         request = None
-        if handler.stream_stream is None:
+        if not method.is_stream:
             request = frame.message
         elif frame.HasField("message"):
             call.take_encoded(frame.message, {})
         if not call.over:
             call.task = asyncio.ensure_future(self._perform(call, request, caller))
 
-    async def _perform(self, call: _Call, request: bytes | None, caller: Credentials) -> None:
-        end = multiplex_pb2.Frame(calls=(call.number,), end=True)
+    async def _perform(self, call: MultiplexedServerCall, request: bytes | None, caller: Credentials) -> None:
         try:
             with self._revocations.watching(caller, is_stream=request is None):
-                if request is None:
-                    await call.handler.stream_stream(None, call)
-                else:
-                    end.message = await call.handler.unary_unary(request, call)
-                    check_size(end.message, call.method, is_call=False)
-            self._send(end)
-        except grpc.aio.AbortError as error:
-            forget(error)  # `_Call.abort` has sent the status
-        except (InvalidRequest, Revoked, Ended) as error:
-            self.fail(call.number, *status_of(error))
+                status = await call.method.perform(call, request)
+        except (Revoked, Ended) as error:
+            status = status_of(error)
         finally:
+            over = call.done()
             self.forget(call)
+        if over:
+            return
+        if status.is_ok:
+            self._send(multiplex_pb2.Frame(calls=(call.number,), message=call.reply, end=True))
+        else:
+            self.fail(call.number, status)
 
-    def forget(self, call: _Call) -> None:
+    def forget(self, call: MultiplexedServerCall) -> None:
         """Forget a call that has ended."""
         call.over = True
         if self._calls.get(call.number) is call:
             del self._calls[call.number]
 
-    def fail(
-        self, number: int, code: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, bytes]] = ()
-    ) -> None:
+    def fail(self, number: int, status: CallStatus) -> None:
         """Send a call's status."""
-        error = next((value for key, value in trailing if key == ERROR_KEY), b"")
-        status = multiplex_pb2.CallStatus(code=code.value[0], details=details, error=error)
-        self._send(multiplex_pb2.Frame(calls=(number,), status=status))
+        sent = multiplex_pb2.CallStatus(code=status.number, details=status.details, error=status.error)
+        self._send(multiplex_pb2.Frame(calls=(number,), status=sent))
+
+    def peer(self) -> str:
+        """Return the address of the stream's client."""
+        return self._stream.peer()
 
     def is_deaf(self) -> bool:
         """Return True if the caller does not read; then the stream is ended."""
@@ -173,41 +173,45 @@ class MultiplexedServer:
             self.outbox.add_frame(frame)
 
 
-class _Call:
-    """A servicer's end of a call: the methods of gRPC's context that servicers use, and others."""
+class MultiplexedServerCall:
+    """A servicer's end of a call. See `calls.protocol.ServerCall`.
 
-    def __init__(self, server: MultiplexedServer, number: int, method: str, handler: Any) -> None:
+    Attributes:
+        reply: the reply to a unary call, which is sent with the end of the call.
+    """
+
+    def __init__(self, server: MultiplexedServer, number: int, method: Method) -> None:
         self.number = number
         self.method = method
-        self.handler = handler
         self.task: asyncio.Task[None] | None = None
         self.over = False
+        self.received = False
+        self.reply: bytes | None = None
         self._server = server
-        self._messages: deque[Any] = deque()
-        self._waiting: asyncio.Future[None] | None = None
+        self._messages: MessageQueue[Any] = MessageQueue()
         self._receive: Callable[[Any], None] | None = None
 
     def take_encoded(self, data: bytes, parsed: dict[int, Any]) -> None:
-        """Queue an encoded message that has come; `parsed` caches it for calls that have the same handler."""
-        message = parsed.get(id(self.handler))
+        """Queue an encoded message that has come; `parsed` caches it for calls of the same method."""
+        message = parsed.get(id(self.method))
         if message is None:
-            parse = self.handler.request_deserializer
+            parse = self.method.parse
             try:
-                message = parsed[id(self.handler)] = parse(data) if parse else data
+                message = parsed[id(self.method)] = parse(data) if parse else data
             except DecodeError as error:
-                return self._end(InvalidRequest(f"a message of {self.method} cannot be parsed: {error}"))
+                return self._end(InvalidRequest(f"a message of {self.method.name} cannot be parsed: {error}"))
         self.take(message)
 
     def take(self, message: Any) -> None:
         """Queue a message that has come, or `EOF`."""
         if self._receive is not None:
             self._receive(message)
+        elif message is EOF:
+            self._messages.close()
         elif len(self._messages) >= MAX_UNREAD:
-            self._end(Broken(f"{self.method} has not read {MAX_UNREAD} messages; the call is ended"))
+            self._end(Broken(f"{self.method.name} has not read {MAX_UNREAD} messages; the call is ended"))
         else:
-            self._messages.append(message)
-            if self._waiting is not None and not self._waiting.done():
-                self._waiting.set_result(None)
+            self._messages.put(message)
 
     def cancel(self) -> None:
         """End the call, because it is over for its caller."""
@@ -216,44 +220,38 @@ class _Call:
             self.task.cancel()
 
     def _end(self, error: AxonError) -> None:
-        self._server.fail(self.number, *status_of(error))
+        self._server.fail(self.number, status_of(error))
         self.cancel()
 
-    # ------------------------------------------------------------------ the interface of gRPC's context
+    # ------------------------------------------------------------------ for the servicer
 
     async def read(self) -> Any:
         """Return the caller's next message; `EOF` when there are no more."""
-        while not self._messages:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
-        return self._messages[0] if self._messages[0] is EOF else self._messages.popleft()
+        message = await self._messages.get()
+        self.received = True
+        return EOF if message is None else message
+
+    def end_input(self) -> None:
+        """Have the read under way, and later ones, return `EOF`."""
+        self._messages.end_input()
+
+    def receive(self, take: Callable[[Any], None]) -> bool:
+        """Have each further message, and `EOF`, passed to `take` at once, which must not raise."""
+        self._receive = take
+        for message in self._messages.pop_all():
+            take(message)
+        if self._messages.closed:
+            take(EOF)
+        return True
 
     async def write(self, message: Any) -> None:
         """Send the caller a message."""
-        serialize = self.handler.response_serializer
-        data = serialize(message) if serialize else message
-        check_size(data, self.method, is_call=False)
-        if not self.send_soon(data):
-            raise grpc.aio.UsageError("the call is over")
-
-    def abort(
-        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, bytes]] = ()
-    ) -> Awaitable[None]:
-        """End the call with a status."""
-        if not self.over:
-            self.over = True
-            self._server.fail(self.number, code, details, trailing_metadata)
-        raise grpc.aio.AbortError("the servicer aborted the call")
-
-    def done(self) -> bool:
-        """Return True if the call has ended."""
-        return self.over
-
-    def peer(self) -> str:
-        """Return the address of the caller."""
-        return self._server._stream.peer()
-
-    # ------------------------------------------------------------------ not in gRPC's context
+        data = self.method.serialize(message) if self.method.serialize else message
+        check_size(data, self.method.name, is_call=False)
+        if not self.method.is_stream:
+            self.reply = data
+        elif not self.send_soon(data):
+            raise CallOver("the call has ended")
 
     def send_soon(self, message: bytes) -> bool:
         """Send an encoded message, without waiting; False when too much waits, or the call is over."""
@@ -262,8 +260,10 @@ class _Call:
         self._server.outbox.add(self.number, message)
         return True
 
-    def receive(self, receive: Callable[[Any], None]) -> None:
-        """Have each further message, and `EOF`, passed to `receive` at once, which must not raise."""
-        self._receive = receive
-        while self._messages:
-            receive(self._messages.popleft())
+    def done(self) -> bool:
+        """Return True if the call has ended."""
+        return self.over
+
+    def peer(self) -> str:
+        """Return the address of the caller."""
+        return self._server.peer()

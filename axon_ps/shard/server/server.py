@@ -18,9 +18,9 @@ from axon_ps.observe.metrics.sources import Source
 from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
 from axon_ps.optim import registry as optimizers
 from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.carriers.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.http import HttpServer, Route, healthz, metrics
-from axon_ps.rpc.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server, listen
 from axon_ps.rpc.service import service_handler
@@ -49,11 +49,11 @@ class ShardConfig:
     Attributes:
         coordinator: "host:port" of the coordinator.
         job: name of the job.
-        host: address to listen on, or a host of this process (see `rpc.in_process`).
+        host: address to listen on, or a host of this process (see `rpc.carriers.in_process`).
         port: port to listen on; 0 = any free one.
         advertise: "host" or "host:port" at which workers reach this server; empty = `host`, or the machine's host name
             if that is a wildcard.
-        bulk_port: port for bulk connections (`rpc.bulk`), on the same host; 0 = any free one; None = there are none.
+        bulk_port: port for bulk connections, on the same host; 0 = any free one; None = there are none.
         advertise_bulk_port: the bulk port that workers connect to; 0 = `bulk_port`. With 0, there are no bulk
             connections if `advertise` names another port than `port`, since the proxy at that port would not forward
             them.

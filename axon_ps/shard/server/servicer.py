@@ -25,7 +25,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.host.host_peer import HostPeer
 from axon_ps.host.leases import ReadLease
 from axon_ps.observe.tracing.span import Span, Value
-from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.rpc.stream import EOF
 from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.shard.core.engine import ShardEngine
@@ -52,14 +52,14 @@ class ShardServicer:
         """End idle streams, now and from now on, since the server waits for open streams when it stops."""
         self._idle.drain()
 
-    async def all_gather(self, context: ServerStream) -> None:
+    async def all_gather(self, context: ServerCall) -> None:
         """Serve gathers, one after the other."""
-        while (request := await self._idle.next(context.read())) is not EOF:
+        while (request := await self._idle.next(context)) is not EOF:
             tracer, calling = self._shell.tracer, self._shell.fence.calling(request.context.incarnation)
             with calling, tracer.serving("gather", request.context.traceparent) as span:
                 await self._gather(request, context, span)
 
-    async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None) -> None:
+    async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerCall, span: Span | None) -> None:
         """Send chunks of a range, once the unit is at the version asked for."""
         shell, member = await self._shell.fence.worker(request.context)
         engine, generation = shell.engine, request.context.generation
@@ -105,7 +105,7 @@ class ShardServicer:
             shell.corruptions.report(owned)
 
     async def _send_since(
-        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None
+        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerCall, span: Span | None
     ) -> None:
         """Send chunks of a range as differences that the caller lacks, or all values."""
         parameters, where = shell.engine.parameters, (request.unit, request.begin)
@@ -134,7 +134,7 @@ class ShardServicer:
     async def _send_mapping(
         self,
         shell: ModelShell,
-        context: ServerStream,
+        context: ServerCall,
         request: shard_pb2.AllGatherRequest,
         dtype: DType,
         member: Member,
@@ -159,7 +159,7 @@ class ShardServicer:
         await context.write(encode_chunk(header, None))
 
     async def _gather_speculative(
-        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None
+        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerCall, span: Span | None
     ) -> None:
         """Send chunks of a range as an undecided step is expected to make them, each as soon as it can be made."""
         engine = shell.engine
@@ -176,9 +176,9 @@ class ShardServicer:
             _count(engine, "out", len(frame), span)
             await context.write(frame)
 
-    async def reduce_scatter(self, context: ServerStream) -> None:
+    async def reduce_scatter(self, context: ServerCall) -> None:
         """Serve pushes, one after the other."""
-        while (message := await self._idle.next(context.read())) is not EOF:
+        while (message := await self._idle.next(context)) is not EOF:
             header, payload = _first(message)
             tracer, calling = self._shell.tracer, self._shell.fence.calling(header.context.incarnation)
             with calling, tracer.serving("push", header.context.traceparent) as span:
@@ -186,7 +186,7 @@ class ShardServicer:
             await context.write(reply)
 
     async def _push(
-        self, message: Any, header: common_pb2.Chunk, payload: memoryview, context: ServerStream, span: Span | None
+        self, message: Any, header: common_pb2.Chunk, payload: memoryview, context: ServerCall, span: Span | None
     ) -> shard_pb2.ReduceScatterReply:
         """Add gradient chunks of one replica. See Note: [Two kinds of first message]."""
         shell, member = await self._shell.fence.worker(header.context)
@@ -227,12 +227,12 @@ class ShardServicer:
                 message = None
         return shard_pb2.ReduceScatterReply(step=step, chunks=summed)
 
-    async def upload(self, context: ServerStream) -> None:
+    async def upload(self, context: ServerCall) -> None:
         """Serve uploads of first values, one slice after the other."""
-        while (message := await self._idle.next(context.read())) is not EOF:
+        while (message := await self._idle.next(context)) is not EOF:
             await context.write(await self._store(message, context))
 
-    async def _store(self, message: Any, context: ServerStream) -> shard_pb2.UploadReply:
+    async def _store(self, message: Any, context: ServerCall) -> shard_pb2.UploadReply:
         """Store first values of a slice, f32."""
         header, payload = _first(message)
         shell, _ = await self._shell.fence.worker(header.context)
@@ -251,9 +251,9 @@ class ShardServicer:
             message = None
         return shard_pb2.UploadReply(complete=complete)
 
-    async def replicate(self, context: ServerStream) -> None:
+    async def replicate(self, context: ServerCall) -> None:
         """Take sums of gradients from the primary of the slices."""
-        message = await self._idle.next(context.read())
+        message = await self._idle.next(context)
         if message is EOF:
             return
         header, payload = _first(message)
@@ -269,16 +269,16 @@ class ShardServicer:
                     total = _total(header, payload)
                 shell.engine.counters["bytes_followed"] += nbytes
                 await shell.gradients.push_sum(header, total, placement)
-                message = await self._idle.next(context.read())
+                message = await self._idle.next(context)
                 if message is not EOF:
                     header, payload = decode_chunk(message)
                     if header.HasField("context"):
                         await self._shell.fence.server(header.context)
                         placement = header.context.placement
 
-    async def copy(self, context: ServerStream) -> None:
+    async def copy(self, context: ServerCall) -> None:
         """Send all of a slice to a server that becomes a holder."""
-        while (request := await self._idle.next(context.read())) is not EOF:
+        while (request := await self._idle.next(context)) is not EOF:
             shell, _ = await self._shell.fence.server(request.context)
             generation = request.context.generation
             owned = await shell.reads.copy_of(request.slice, request.version, request.epoch, generation)
@@ -286,11 +286,11 @@ class ShardServicer:
                 shell.check_generation(generation)
                 await context.write(chunk)
 
-    async def collective(self, context: ServerStream) -> None:
+    async def collective(self, context: ServerCall) -> None:
         """Serve a worker's collectives and messages of its groups, one after the other."""
         await servicer.serve(self._shell.collectives, self._idle, context)
 
-    async def subscribe(self, context: ServerStream) -> None:
+    async def subscribe(self, context: ServerCall) -> None:
         """Serve versions of a model to a caller that need not be a member."""
         await subscriptions.serve(self._shell.fence, self._shell.pacer, self._idle, context)
 
@@ -299,9 +299,9 @@ class ShardServicer:
         member = await self._shell.fence.member(request.context)
         return self._shell.same_host.handshake(member.id)
 
-    async def echo(self, context: ServerStream) -> None:
+    async def echo(self, context: ServerCall) -> None:
         """Send messages back unchanged, also while this server is busy."""
-        while (request := await self._idle.next(context.read())) is not EOF:
+        while (request := await self._idle.next(context)) is not EOF:
             check_job(request.context, self._shell.job)
             if len(request.payload) > ECHO_BYTES:
                 raise InvalidRequest(f"{len(request.payload)} bytes are to be sent back; at most {ECHO_BYTES} are")

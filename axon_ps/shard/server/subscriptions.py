@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest, SliceMoved, Timeout
-from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.rpc.stream import EOF
 from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.shard.core.engine import ShardEngine
@@ -252,9 +252,9 @@ class Observed(Protocol):
         """Return the subscriptions to a model, and its engine, for a caller that need not be a member."""
 
 
-async def serve(fence: Observed, pacer: Pacer, idle: IdleStreams, context: ServerStream) -> None:
+async def serve(fence: Observed, pacer: Pacer, idle: IdleStreams, context: ServerCall) -> None:
     """Serve one subscription: `reserve` and `pull` alternate until the stream ends."""
-    request = await idle.next(context.read())
+    request = await idle.next(context)
     if request is EOF:
         return
     subscriptions, engine = fence.observed(request.context)
@@ -268,7 +268,7 @@ async def serve(fence: Observed, pacer: Pacer, idle: IdleStreams, context: Serve
                 await _send(pacer, subscriptions, engine, subscriber, request.pull, context)
             else:
                 raise InvalidRequest("a subscriber sends reserve or pull; this is neither")
-            request = await idle.next(context.read())
+            request = await idle.next(context)
 
 
 async def _send(
@@ -277,7 +277,7 @@ async def _send(
     engine: ShardEngine,
     subscriber: Subscriber,
     pull: shard_pb2.Pull,
-    context: ServerStream,
+    context: ServerCall,
 ) -> None:
     publication = await subscriptions.chosen(subscriber, pull.epoch, pull.version)
     since = pull.since if pull.HasField("since") else -1

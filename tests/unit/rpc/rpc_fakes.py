@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from typing import Any
 import grpc
 
 from axon_ps.errors import Broken, Unreachable
-from axon_ps.rpc.bulk import client as bulk_client_module
-from axon_ps.rpc.bulk.client import bulk_client
+from axon_ps.rpc.calls.protocol import ClientCall, Destination, Message
+from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.bulk import client as bulk_client_module
+from axon_ps.rpc.carriers.bulk.client import bulk_client
+from axon_ps.rpc.carriers.in_process import InProcessServer, is_in_process, new_network
 from axon_ps.rpc.channels import connect
-from axon_ps.rpc.in_process import InProcessServer, is_in_process, new_network
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server, listen
 from axon_ps.rpc.service import Stream, Stub, method_name, service_handler
@@ -94,51 +97,88 @@ class BulkStub(Stub):
         """A stream whose call is bulk."""
         grpc_stream = super().open(method, timeout_s=timeout_s)
         grpc_stream._call.cancel()
-        grpc_stream._call = LateCall(super().open_bulk(method), timeout_s)
+        grpc_stream._call = LateCall(super().open_bulk(method))
         return grpc_stream
+
+
+class Relay:
+    """Passes bytes on between clients and a server, and counts what the server has been sent."""
+
+    def __init__(self, port: int) -> None:
+        self.sent_bytes = 0
+        self._port = port
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Relay:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Break all connections."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.add(asyncio.current_task())  # type: ignore[arg-type]
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pass(reader, back, counts=True))
+                group.create_task(self._pass(there, writer, counts=False))
+        finally:
+            back.transport.abort()
+            writer.transport.abort()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                self.sent_bytes += counts * len(data)
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
 
 
 class LateCall:
     """A bulk call that connects when it is first used."""
 
-    def __init__(self, opening: Coroutine[Any, Any, Stream], timeout_s: float | None) -> None:
+    def __init__(self, opening: Coroutine[Any, Any, Stream]) -> None:
         self._opening = asyncio.ensure_future(opening)
-        self._timeout_s = timeout_s
-        self._call: Any = None
-        self._callbacks: list[Any] = []
+        self._call: ClientCall | None = None
         self._cancelled = False
-        self._cython_call = self
 
-    async def _connected(self) -> Any:
+    async def _connected(self) -> ClientCall:
         if self._call is None:
             self._call = (await asyncio.shield(self._opening))._call
             assert isinstance(self._call, bulk_client_module.BulkCall), "it fell back to gRPC"
-            for callback in self._callbacks:
-                self._call.add_done_callback(callback)
         return self._call
 
-    async def wait_for_connection(self) -> None:
-        await self._connected()
+    async def read(self, destination: Destination | None = None) -> Any:
+        return await (await self._connected()).read(destination)
 
-    async def read(self) -> Any:
-        return await (await self._connected()).read()
+    async def write(self, message: Message) -> None:
+        await (await self._connected()).write(message)
 
-    def cancel(self) -> bool:
+    async def done_writing(self) -> None:
+        await (await self._connected()).done_writing()
+
+    def cancel(self) -> None:
         self._opening.cancel()
         self._cancelled = True
-        return self._call is not None and bool(self._call.cancel())
+        if self._call is not None:
+            self._call.cancel()
 
     def done(self) -> bool:
-        return self._cancelled if self._call is None else bool(self._call.done())
+        return self._cancelled if self._call is None else self._call.done()
 
-    def is_locally_cancelled(self) -> bool:
-        return self._cancelled
-
-    def add_done_callback(self, callback: Any) -> None:
-        self._callbacks.append(callback) if self._call is None else self._call.add_done_callback(callback)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._call, name)
+    async def status(self) -> CallStatus:
+        return await (await self._connected()).status()
 
 
 async def write_forever(stream: Stream, message: Any) -> None:

@@ -16,9 +16,9 @@ import rpc_fakes
 from axon_ps.errors import Broken, Closed, InvalidRequest, PermissionDenied
 from axon_ps.rpc.auth.identity import Identity, Principal
 from axon_ps.rpc.auth.tokens import mint, new_secret, verified
-from axon_ps.rpc.bulk import client, server
-from axon_ps.rpc.bulk.client import BulkCall
-from axon_ps.rpc.bulk.connection import HEAD, Kind
+from axon_ps.rpc.carriers.bulk import client, server
+from axon_ps.rpc.carriers.bulk.client import BulkCall
+from axon_ps.rpc.carriers.bulk.connection import HEAD, FrameKind
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
@@ -114,10 +114,10 @@ def test_what_would_take_too_many_files_goes_over_grpc(monkeypatch: pytest.Monke
         b"",
         b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
         b"\xff" * 64,
-        HEAD.pack(Kind.HELLO, 1 << 30),
-        HEAD.pack(Kind.MESSAGE, 4) + b"data",
-        HEAD.pack(Kind.HELLO, 4) + b"\xff\xff\xff\xff",
-        HEAD.pack(Kind.HELLO, 34) + bulk_pb2.BulkHello(capability=b"\0" * 32).SerializeToString(),
+        HEAD.pack(FrameKind.HELLO, 1 << 30),
+        HEAD.pack(FrameKind.MESSAGE, 4) + b"data",
+        HEAD.pack(FrameKind.HELLO, 4) + b"\xff\xff\xff\xff",
+        HEAD.pack(FrameKind.HELLO, 34) + bulk_pb2.BulkHello(capability=b"\0" * 32).SerializeToString(),
     ],
     ids=["nothing", "http", "noise", "too long", "no hello", "no message", "a wrong capability"],
 )
@@ -214,7 +214,7 @@ def test_a_longer_message_than_the_limit_ends_the_call() -> None:
         async with serving(reduce_scatter=count_bytes) as s:
             stream = await Stub.open_bulk(s.stub, "ReduceScatter")
             call: Any = stream._call
-            await call._connection._send_all([HEAD.pack(Kind.MESSAGE, MAX_MESSAGE_BYTES + 1)], HEAD.size)
+            await call._connection._send_all([HEAD.pack(FrameKind.MESSAGE, MAX_MESSAGE_BYTES + 1)], HEAD.size)
             with pytest.raises(InvalidRequest, match="67108865 bytes"):
                 await stream.read()
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from axon_ps.rpc.bulk.connection import BUFFER_BYTES, FIRST_BYTES, HEAD, LARGE_BYTES, Connection, Kind
+from axon_ps.rpc.carriers.bulk.connection import BUFFER_BYTES, FIRST_BYTES, HEAD, LARGE_BYTES, Connection, FrameKind
 
 MOST = 2 * LARGE_BYTES
 SIZES = st.sampled_from(
@@ -41,7 +41,7 @@ async def received(bodies: Sequence[bytes], cuts: Sequence[int], start: int) -> 
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     connection, loop = Connection(ours, MOST), asyncio.get_running_loop()
-    data = b"".join(HEAD.pack(Kind.MESSAGE, len(body)) + body for body in bodies)
+    data = b"".join(HEAD.pack(FrameKind.MESSAGE, len(body)) + body for body in bodies)
 
     async def send() -> None:
         at = 0
@@ -60,7 +60,7 @@ async def received(bodies: Sequence[bytes], cuts: Sequence[int], start: int) -> 
     sending = asyncio.create_task(send())
     for number, body in enumerate(bodies):
         kind, came = await connection.receive(destination if number % 2 else None)
-        assert kind is Kind.MESSAGE
+        assert kind is FrameKind.MESSAGE
         assert bytes(came) + bytes(targets.pop() if targets else b"") == body
     await sending
     theirs.close()
@@ -89,7 +89,7 @@ def test_a_connection_that_is_asked_and_answers_is_watched_once() -> None:
         connection, loop = Connection(ours, MOST), asyncio.get_running_loop()
         with mock.patch.object(loop, "add_reader", side_effect=loop.add_reader) as watched:
             for _ in range(5):
-                loop.call_soon(theirs.send, HEAD.pack(Kind.MESSAGE, 3) + b"abc")
+                loop.call_soon(theirs.send, HEAD.pack(FrameKind.MESSAGE, 3) + b"abc")
                 assert bytes((await connection.receive())[1]) == b"abc"
         assert watched.call_count == 1
         connection.close()

@@ -18,14 +18,14 @@ import rpc_fakes
 from axon_ps.errors import Busy, InvalidRequest, PermissionDenied
 from axon_ps.rpc import channels, limits
 from axon_ps.rpc.auth import interceptor
-from axon_ps.rpc.in_process import SUFFIX
+from axon_ps.rpc.carriers.in_process import SUFFIX
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub, service_handler
 from axon_ps.wire.v1 import coordinator_pb2, membership_pb2, session_pb2
 from deadlines import HANG_S
 from hostile_http2 import connected
-from rpc_fakes import COORDINATOR, FakeServicer, run, serving
+from rpc_fakes import COORDINATOR, FakeServicer, Relay, run, serving
 
 MIB = 1 << 20
 SECRET = Security(token="of-the-job")
@@ -36,45 +36,6 @@ REFUSED = 24
 
 LEFT_BYTES = 4 * MIB
 """So much may be left after all of them: the last one may not be over on the server."""
-
-
-class Relay:
-    """Passes bytes on between clients and a server, and counts what the server has been sent."""
-
-    def __init__(self, port: int) -> None:
-        self.sent_bytes = 0
-        self._port = port
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Relay:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._tasks.add(asyncio.current_task())  # type: ignore[arg-type]
-        there, back = await asyncio.open_connection("127.0.0.1", self._port)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._pass(reader, back, counts=True))
-                group.create_task(self._pass(there, writer, counts=False))
-        finally:
-            back.transport.abort()
-            writer.transport.abort()
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                self.sent_bytes += counts * len(data)
-                writer.write(data)
-                await writer.drain()
-        writer.transport.abort()
 
 
 async def put(request: coordinator_pb2.KVRequest, context: Any) -> coordinator_pb2.KVReply:

@@ -11,8 +11,8 @@ import pytest
 
 import rpc_fakes
 from axon_ps.errors import Closed, Misuse, Unreachable
+from axon_ps.rpc.carriers.in_process import MAX_QUEUED_BYTES, SUFFIX, InProcessServer, new_network
 from axon_ps.rpc.channels import connect
-from axon_ps.rpc.in_process import MAX_QUEUED_BYTES, SUFFIX, InProcessServer, new_network
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import shard_pb2

@@ -16,14 +16,16 @@ import rpc_fakes
 from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, PermissionDenied
 from axon_ps.rpc.auth.credentials import EVERYBODY, Credentials, Revocations, calling, stream_end
 from axon_ps.rpc.auth.identity import Principal
-from axon_ps.rpc.in_process import SUFFIX, handler_of
+from axon_ps.rpc.calls.method import method_of
+from axon_ps.rpc.calls.protocol import ServerCall
+from axon_ps.rpc.carriers.in_process import SUFFIX
 from axon_ps.rpc.multiplex import client as client_module
 from axon_ps.rpc.multiplex import frames as frames_module
 from axon_ps.rpc.multiplex import server as server_module
 from axon_ps.rpc.multiplex.client import MultiplexedClient
-from axon_ps.rpc.multiplex.frames import Outbox
+from axon_ps.rpc.multiplex.frames import FrameQueue
 from axon_ps.rpc.multiplex.server import MultiplexedServer
-from axon_ps.rpc.service import EOF, ServerStream, service_handler
+from axon_ps.rpc.service import EOF, service_handler
 from axon_ps.wire.v1 import coordinator_pb2, membership_pb2, multiplex_pb2, session_pb2
 from rpc_fakes import COORDINATOR, FakeServicer, run, serving
 
@@ -43,7 +45,7 @@ async def kv(request: coordinator_pb2.KVRequest, context: object) -> coordinator
     return coordinator_pb2.KVReply(value=request.key.encode())
 
 
-async def session(context: ServerStream) -> None:
+async def session(context: ServerCall) -> None:
     """Gives each reason back, as a message of its own."""
     while (message := await context.read()) is not EOF:
         if message.leave.reason == "end":
@@ -61,11 +63,11 @@ async def calling_on(
     made: asyncio.Future[MultiplexedServer] = asyncio.get_running_loop().create_future()
 
     def found(method: str, caller: Credentials) -> Any:
-        if (known := handler_of(handlers, f"/{COORDINATOR.full_name}/{method}")) is None:
+        if (known := method_of(handlers, f"/{COORDINATOR.full_name}/{method}")) is None:
             raise InvalidRequest(f"there is no {method}")
         return known
 
-    async def host_session(context: ServerStream) -> None:
+    async def host_session(context: ServerCall) -> None:
         server = MultiplexedServer(context, found, caller, revocations or Revocations())
         made.set_result(server)
         await server.run()
@@ -96,14 +98,14 @@ def test_calls_of_both_kinds_at_once() -> None:
             streams = [client.open("Session") for _ in range(20)]
             for i, stream in enumerate(streams):
                 for k in range(3):
-                    stream.write(leave(f"{i}.{k}"))
+                    stream.send(leave(f"{i}.{k}"))
             replies = await asyncio.gather(*(client.call("KV", asked(f"k{i}")) for i in range(20)))
             assert [coordinator_pb2.KVReply.FromString(r).value for r in replies] == [
                 f"k{i}".encode() for i in range(20)
             ]
             assert [await read(s, 3) for s in streams] == [[f"{i}.{k}" for k in range(3)] for i in range(20)]
             for stream in streams:
-                stream.done_writing()
+                await stream.done_writing()
             assert [[m async for m in s.messages()] for s in streams] == [[]] * 20, "they ended well"
 
     run(main())
@@ -113,14 +115,14 @@ def test_an_error_reaches_its_call_alone_and_as_it_was_raised() -> None:
     async def main() -> None:
         async with calling_on() as (client, _):
             one, other = client.open("Session"), client.open("Session")
-            one.write(leave("end"))
+            one.send(leave("end"))
             with pytest.raises(PermissionDenied, match="it was asked to"):
                 await read(one, 1)
             with pytest.raises(Busy, match="come back later"):
                 await client.call("KV", asked("refused"))
             with pytest.raises(InvalidRequest, match="there is no Nothing"):
                 await client.call("Nothing", b"")
-            other.write(leave("fine"))
+            other.send(leave("fine"))
             assert await read(other, 1) == ["fine"]
 
     run(main())
@@ -130,12 +132,12 @@ def test_what_cannot_be_parsed_ends_its_call_alone() -> None:
     async def main() -> None:
         async with calling_on() as (client, _):
             one, other = client.open("Session"), client.open("Session")
-            one.write(b"\xff\xff")
+            one.send(b"\xff\xff")
             with pytest.raises(InvalidRequest, match="a message of Session cannot be parsed"):
                 await read(one, 1)
             with pytest.raises(InvalidRequest, match="a KVRequest cannot be parsed"):
                 await client.call("KV", b"\xff\xff")
-            other.write(leave("fine"))
+            other.send(leave("fine"))
             assert await read(other, 1) == ["fine"]
 
     run(main())
@@ -146,7 +148,7 @@ def test_a_call_that_is_cancelled_is_cancelled_at_the_server() -> None:
         ended: list[str] = []
         began = asyncio.Event()
 
-        async def session(context: ServerStream) -> None:
+        async def session(context: ServerCall) -> None:
             began.set()
             try:
                 await context.read()
@@ -182,7 +184,7 @@ def test_calls_end_with_the_stream_on_both_sides() -> None:
     async def main() -> None:
         async with calling_on() as (client, server):
             stream = client.open("Session")
-            stream.write(leave("a"))
+            stream.send(leave("a"))
             assert await read(stream, 1) == ["a"]
             server.end(Broken("the coordinator is stopping"))
             with pytest.raises(Broken, match="the coordinator is stopping"):
@@ -209,7 +211,7 @@ def test_equal_messages_for_several_calls_are_one_frame() -> None:
         sent: list[multiplex_pb2.Frame] = []
         waiting: list[Any] = []
 
-        async def session(context: ServerStream) -> None:
+        async def session(context: ServerCall) -> None:
             assert context.send_soon is not None
             waiting.append(context.send_soon)
             await context.read()
@@ -243,7 +245,7 @@ def test_messages_are_given_to_who_receives_them_at_once() -> None:
             if message is EOF:
                 done.set()
 
-        async def session(context: ServerStream) -> None:
+        async def session(context: ServerCall) -> None:
             await context.read()
             assert context.receive(take)
             await done.wait()
@@ -251,8 +253,8 @@ def test_messages_are_given_to_who_receives_them_at_once() -> None:
         async with calling_on(session=session) as (client, _):
             stream = client.open("Session")
             for reason in ("first", "a", "b"):
-                stream.write(leave(reason))
-            stream.done_writing()
+                stream.send(leave(reason))
+            await stream.done_writing()
             assert [m async for m in stream.messages()] == []
             assert [m is EOF or m.leave.reason for m in got] == ["a", "b", True]
 
@@ -263,13 +265,13 @@ def test_who_does_not_read_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(server_module, "MAX_UNREAD", 4)
 
     async def main() -> None:
-        async def deaf(context: ServerStream) -> None:
+        async def deaf(context: ServerCall) -> None:
             await asyncio.sleep(60)
 
         async with calling_on(session=deaf) as (client, server):
             stream = client.open("Session")
             for i in range(8):
-                stream.write(leave(str(i)))
+                stream.send(leave(str(i)))
             with pytest.raises(Broken, match="has not read 4 messages"):
                 await read(stream, 1)
             assert not server._calls
@@ -284,11 +286,11 @@ def test_what_nobody_reads_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) ->
         async with calling_on() as (client, _):
             stream, other = client.open("Session"), client.open("Session")
             for i in range(8):
-                stream.write(leave(str(i)))
+                stream.send(leave(str(i)))
             await client.call("KV", asked("k"))
             with pytest.raises(Broken, match="4 messages of Session were not read"):
                 await read(stream, 8)
-            other.write(leave("fine"))
+            other.send(leave("fine"))
             assert await read(other, 1) == ["fine"]
 
     run(main())
@@ -303,12 +305,12 @@ def test_limits_of_calls_and_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> N
             streams = [client.open("Session") for _ in range(3)]
             with pytest.raises(Busy, match="3 calls are under way on this stream already"):
                 await client.call("KV", asked("k"))
-            streams[0].done_writing()
+            await streams[0].done_writing()
             assert [m async for m in streams[0].messages()] == []
             await client.call("KV", asked("k"))
             with pytest.raises(Broken, match="the server does not take what is sent to it"):
                 for i in range(8):
-                    streams[1].write(leave(str(i)))
+                    streams[1].send(leave(str(i)))
 
     run(main())
 
@@ -328,8 +330,8 @@ def test_a_message_that_is_too_large_is_refused_to_its_call(monkeypatch: pytest.
             with pytest.raises(InvalidRequest, match="a message of KV has 2503 bytes"):
                 await client.call("KV", asked("2500"))
             with pytest.raises(InvalidRequest, match="a message of Session has"):
-                stream.write(leave("x" * 3000))
-            stream.write(leave("fine"))
+                stream.send(leave("x" * 3000))
+            stream.send(leave("fine"))
             assert await read(stream, 1) == ["fine"]
 
     run(main())
@@ -364,7 +366,7 @@ def test_a_call_is_made_by_who_makes_it_and_ends_with_its_credentials() -> None:
             seen.append(calling())
             return coordinator_pb2.KVReply()
 
-        async def session(context: ServerStream) -> None:
+        async def session(context: ServerCall) -> None:
             seen.append(calling())
             await context.read()
 
@@ -380,7 +382,7 @@ def test_a_call_is_made_by_who_makes_it_and_ends_with_its_credentials() -> None:
                 await read(theirs, 1)
             with pytest.raises(PermissionDenied, match="revoked: it leaked"):
                 await client.call("KV", asked("k"), WORKER)
-            others.write(leave("fine"))
+            others.send(leave("fine"))
             assert [m async for m in others.messages()] == []
 
     run(main())
@@ -392,7 +394,7 @@ def test_a_stream_ends_with_the_credentials_of_its_caller(monkeypatch: pytest.Mo
     async def main() -> None:
         ends = []
 
-        async def session(context: ServerStream) -> None:
+        async def session(context: ServerCall) -> None:
             ends.append(stream_end())
             await context.read()
 
@@ -423,7 +425,7 @@ def test_what_is_in_no_hurry_goes_with_what_is(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(frames_module, "LAZY_S", 3600.0)
 
     async def main() -> None:
-        outbox = Outbox()
+        outbox = FrameQueue()
         outbox.add(1, b"beat", lazy=True)
         outbox.add(2, b"beat", lazy=True)
         taking = asyncio.ensure_future(outbox.take())
@@ -445,7 +447,7 @@ def test_what_is_in_no_hurry_goes_with_what_is(monkeypatch: pytest.MonkeyPatch) 
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([b"a", b"b", b"c", b"x" * 700])), max_size=40))
 def test_every_call_gets_its_messages_in_order(messages: list[tuple[int, bytes]]) -> None:
     async def main() -> list[multiplex_pb2.Frames]:
-        outbox = Outbox()
+        outbox = FrameQueue()
         for call, message in messages:
             outbox.add(call, message)
         return list(await outbox.take()) if messages else []

@@ -14,8 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from axon_ps.errors import Broken, ConfigurationError, Misuse, PermissionDenied, Timeout
-from axon_ps.rpc import health_service, limits, service
+from axon_ps.rpc import health_service, limits
 from axon_ps.rpc.auth.tokens import new_secret
+from axon_ps.rpc.calls import method
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub
@@ -236,7 +237,7 @@ def test_watches_of_the_health_are_bounded_and_end(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_stream_without_a_first_message_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FIRST_MESSAGE_S", 0.05)
+    monkeypatch.setattr(method, "FIRST_MESSAGE_S", 0.05)
 
     async def session(context: Any) -> None:
         while await context.read() is not grpc.aio.EOF:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from axon_ps.rpc import shielded
-from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.calls.protocol import ServerCall
 from axon_ps.rpc.shielded import Shielded
 from rpc_fakes import run, serving
 
@@ -154,14 +154,14 @@ def used_bytes() -> int:
 def test_calls_that_are_cancelled_leave_no_memory_behind(who: str) -> None:
     """Messages are on their way at every cancellation; a client that goes cancels the other end as well."""
 
-    async def sends(context: ServerStream) -> None:
+    async def sends(context: ServerCall) -> None:
         try:
             while True:
                 await context.write(MESSAGE)
         finally:
             ended.set()
 
-    async def takes(context: ServerStream) -> None:
+    async def takes(context: ServerCall) -> None:
         try:
             while True:
                 await context.read()

@@ -8,6 +8,7 @@ import pytest
 from axon_ps import errors
 from axon_ps.errors import AxonError, Broken, GenerationChanged, InvalidRequest, PermissionDenied, Timeout, Unreachable
 from axon_ps.rpc import status
+from axon_ps.rpc.calls.status import ERROR_KEY
 
 
 def tree(root: type[AxonError] = AxonError) -> list[type[AxonError]]:
@@ -22,7 +23,8 @@ def rpc_error(
 
 
 def over_the_wire(error: AxonError) -> AxonError:
-    return status.error_of(rpc_error(*status.status_of(error)), "10.0.0.1:5", "Register")
+    sent = status.status_of(error)
+    return status.error_of(rpc_error(sent.code, sent.details, sent.trailing), "10.0.0.1:5", "Register")
 
 
 def test_every_class_of_the_tree_has_a_status() -> None:
@@ -58,26 +60,24 @@ def test_a_class_outside_the_tree_is_sent_as_its_ancestor() -> None:
 def test_a_class_we_do_not_know_is_named() -> None:
     detail = status.error_to_detail(InvalidRequest("what"))
     detail.kind = "FromTheFuture"
-    arrived = status.error_of(
-        rpc_error(grpc.StatusCode.UNKNOWN, "what", ((status.ERROR_KEY, detail.SerializeToString()),))
-    )
+    arrived = status.error_of(rpc_error(grpc.StatusCode.UNKNOWN, "what", ((ERROR_KEY, detail.SerializeToString()),)))
     assert type(arrived) is AxonError
     assert str(arrived) == "FromTheFuture: what"
 
 
 def test_a_detail_that_cannot_be_parsed_is_ignored() -> None:
-    arrived = status.error_of(rpc_error(grpc.StatusCode.NOT_FOUND, "what", ((status.ERROR_KEY, b"\xff\xff"),)))
+    arrived = status.error_of(rpc_error(grpc.StatusCode.NOT_FOUND, "what", ((ERROR_KEY, b"\xff\xff"),)))
     assert type(arrived) is InvalidRequest
 
 
 @pytest.mark.parametrize("message", ["x" * 100_000, "ä" * 100_000, "\ud800" * 10])
 def test_long_and_odd_messages_are_cut(message: str) -> None:
-    code, details, ((key, detail),) = status.status_of(InvalidRequest(message))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert len(details) <= status.MAX_DETAILS_CHARS
-    assert key == status.ERROR_KEY
-    assert len(detail) < status.MAX_MESSAGE_BYTES + 50
-    details.encode()
+    sent = status.status_of(InvalidRequest(message))
+    assert sent.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(sent.details) <= status.MAX_DETAILS_CHARS
+    assert sent.trailing == ((ERROR_KEY, sent.error),)
+    assert len(sent.error) < status.MAX_MESSAGE_BYTES + 50
+    sent.details.encode()
 
 
 @pytest.mark.parametrize(

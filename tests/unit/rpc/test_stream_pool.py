@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from axon_ps.errors import Closed, Timeout
-from axon_ps.rpc import shielded
+from axon_ps.rpc.calls.protocol import EOF
+from axon_ps.rpc.calls.queue import MessageQueue
 from axon_ps.rpc.deadlines import Deadline
-from axon_ps.rpc.shielded import Shielded
-from axon_ps.rpc.stream import EOF
 from axon_ps.rpc.stream_pool import IdleStreams, StreamPool
 
 MAX_IDLE = 3
@@ -173,24 +173,47 @@ def test_a_deadline_is_over_with_its_use() -> None:
     asyncio.run(test())
 
 
-async def message() -> bytes:
-    return b"first"
+class FakeServerCall:
+    """A servicer's end of a stream that gets `messages`, and then waits."""
 
+    received = False
+    send_soon = None
 
-async def nothing() -> bytes:
-    return await asyncio.get_running_loop().create_future()
+    def __init__(self, *messages: bytes) -> None:
+        self._messages: MessageQueue[bytes] = MessageQueue()
+        for message in messages:
+            self._messages.put(message)
+
+    async def read(self) -> Any:
+        message = await self._messages.get()
+        return EOF if message is None else message
+
+    def end_input(self) -> None:
+        self._messages.end_input()
+
+    def receive(self, take: Callable[[Any], None]) -> bool:
+        return False
+
+    async def write(self, message: Any) -> None:
+        raise AssertionError("nothing is written")
+
+    def done(self) -> bool:
+        return False
+
+    def peer(self) -> str:
+        return ""
 
 
 def test_a_server_that_stops_ends_idle_streams_now_and_later() -> None:
     async def test() -> None:
         idle = IdleStreams()
-        assert await idle.next(Shielded(message())) == b"first"
-        waiting = asyncio.ensure_future(idle.next(Shielded(nothing())))
+        assert await idle.next(FakeServerCall(b"first")) == b"first"
+        waiting = asyncio.ensure_future(idle.next(FakeServerCall()))
         await asyncio.sleep(0)
         idle.drain()
         assert await waiting is EOF
         assert waiting.cancelling() == 0
-        assert await idle.next(Shielded(message())) is EOF
+        assert await idle.next(FakeServerCall(b"first")) is EOF
 
     asyncio.run(test())
 
@@ -199,7 +222,7 @@ def test_a_server_that_stops_ends_idle_streams_now_and_later() -> None:
 def test_a_client_that_goes_cancels_an_idle_stream_also_while_the_server_stops(first: str) -> None:
     async def test() -> None:
         idle = IdleStreams()
-        waiting = asyncio.ensure_future(idle.next(Shielded(nothing())))
+        waiting = asyncio.ensure_future(idle.next(FakeServerCall()))
         await asyncio.sleep(0)
         if first == "the client":
             waiting.cancel()
@@ -209,20 +232,5 @@ def test_a_client_that_goes_cancels_an_idle_stream_also_while_the_server_stops(f
             waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-
-    asyncio.run(test())
-
-
-def test_a_cancelled_stream_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shielded, "CANCEL_WAIT_S", 0.0)
-
-    async def test() -> None:
-        idle = IdleStreams()
-        waiting = asyncio.ensure_future(idle.next(Shielded(nothing())))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        idle.drain()
 
     asyncio.run(test())

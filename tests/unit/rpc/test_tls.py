@@ -55,7 +55,7 @@ def call(server: Security, client: Security) -> str:
 
     async def stats(request: Any, context: Any) -> shard_pb2.StatsReply:
         nonlocal seen
-        seen = context.auth_context().get("x509_subject_alternative_name", [b""])[0].decode()
+        seen = context._context.auth_context().get("x509_subject_alternative_name", [b""])[0].decode()
         return shard_pb2.StatsReply()
 
     async def main() -> None:

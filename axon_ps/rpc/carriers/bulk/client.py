@@ -1,4 +1,4 @@
-"""A client's bulk calls, and their negotiation with a server. See `rpc.bulk`. One event loop.
+"""A client's bulk calls, and their negotiation with a server. See `rpc.carriers.bulk`. One event loop.
 
 Note: [Where a bulk connection cannot be had]
     A server may have no port for bulk calls, or its port may not be reachable from here: behind a NAT, a firewall. Then
@@ -10,12 +10,13 @@ Note: [Where a bulk connection cannot be had]
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 from weakref import WeakSet
 
@@ -25,14 +26,15 @@ from google.protobuf.message import DecodeError
 from axon_ps.errors import AxonError, ConfigurationError
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.auth.tls_contexts import client_context
-from axon_ps.rpc.bulk.connection import Buffer, Connection, FairLock, Kind
-from axon_ps.rpc.bulk.status import Status
+from axon_ps.rpc.calls.ending import Ending
+from axon_ps.rpc.calls.protocol import EOF, Buffer, CallOver, Destination, Message
+from axon_ps.rpc.calls.status import CANCELLED, CallStatus
+from axon_ps.rpc.carriers.bulk.connection import Connection, FairLock, FrameKind, status_of_frame
+from axon_ps.rpc.carriers.in_process import is_in_process
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES, connected_ports, split_address
-from axon_ps.rpc.in_process import is_in_process
 from axon_ps.rpc.limits import max_bulk_calls
 from axon_ps.rpc.security import Security
-from axon_ps.rpc.status import rpc_error
-from axon_ps.rpc.stream import EOF, Destination, Stream
+from axon_ps.rpc.stream import Stream
 from axon_ps.wire.v1 import bulk_pb2
 
 CONNECT_S: Final = 2.0
@@ -47,111 +49,67 @@ BULK: Final = bulk_pb2.DESCRIPTOR.services_by_name["Bulk"]
 _MIN_RTT_AT: Final = 148
 """Offset of tcpi_min_rtt, a u32 of microseconds, in Linux's struct tcp_info."""
 
-Parse = Callable[[bytes], Any] | None
 _logger = logging.getLogger(__name__)
 _under_way: WeakSet[BulkCall] = WeakSet()  # of this process
-_CLOSED: Final = Status(grpc.StatusCode.UNAVAILABLE, "Socket closed: by this side")
+_CLOSED: Final = CallStatus(grpc.StatusCode.UNAVAILABLE, "Socket closed: by this side")
 
 
 class BulkCall:
-    """A client's end of a call, with the part of the interface of gRPC's calls that `stream.Stream` uses.
+    """A client's end of a call, whose messages are not parsed. See `calls.protocol.ClientCall`.
+
+    Several tasks may write.
 
     Args:
         connection: a connection on which HELLO was sent.
-        parse: parses a message; None = messages are raw.
     """
 
-    def __init__(self, connection: Connection, parse: Parse) -> None:
+    def __init__(self, connection: Connection) -> None:
+        self.ending: Ending[BulkCall] = Ending(self)
         self._connection = connection
-        self._parse = parse
-        self._status: Status | None = None
-        self._is_local = False
         self._hung_up = False
         self._unread: deque[memoryview] = deque()
         self._receiving = FairLock()
-        self._callbacks: list[Callable[[Any], object]] = []
-        self._cython_call = self  # `Stream` finds here a method of gRPC's that is not public
         connection.on_hangup(self._on_hangup)
 
-    is_bulk = True
-    """It is not a gRPC call: a message may be a tuple of buffers, which is sent without being joined. Several tasks may
-    send. A task that is cancelled while it waits for the call leaves no state behind."""
-
-    async def wait_for_connection(self) -> None:
-        """Return at once: it is connected."""
-
     async def read(self, destination: Destination | None = None) -> Any:
-        """Return the server's next message, or EOF; raises as gRPC does. Cancelling the reader cancels the call."""
+        """Return the server's next message, or `EOF`."""
         try:
-            while not self._unread and self._status is None:
+            while not self._unread and self.ending.status is None:
                 await self._receive(destination)
         except asyncio.CancelledError:
             self.cancel()
             raise
-        if self._is_local:
-            raise asyncio.CancelledError
-        if self._unread:
-            message = self._unread.popleft()
-            return message if self._parse is None else self._parse(bytes(message))
-        status = self._ended()
-        if status.code is not grpc.StatusCode.OK:
-            raise rpc_error(status.code, status.details, status.trailing)
-        return EOF
+        return self._unread.popleft() if self._unread else EOF
 
-    def send_serialized_message(self, message: bytes | tuple[Buffer, ...]) -> Awaitable[None]:
-        """Send the server a message."""
-        return self._send(Kind.MESSAGE, *(message if isinstance(message, tuple) else (message,)))
+    async def write(self, message: Message) -> None:
+        """Send the server a message; a tuple is sent without being joined."""
+        await self._send(FrameKind.MESSAGE, *(message if isinstance(message, tuple) else (message,)))
 
     async def done_writing(self) -> None:
-        """Half-close: no further message is sent."""
-        await self._send(Kind.END)
+        """Half-close."""
+        with contextlib.suppress(CallOver):
+            await self._send(FrameKind.END)
 
-    def cancel(self) -> bool:
+    def cancel(self) -> None:
         """End the call from this side."""
-        if self._status is not None:
-            return False
-        self._is_local = True
-        self.end(Status(grpc.StatusCode.CANCELLED, "cancelled by the client"))
-        return True
+        self.end(CANCELLED)
 
-    def end(self, status: Status) -> None:
+    def end(self, status: CallStatus) -> None:
         """End the call, with the first status that comes."""
-        if self._status is not None:
-            return
-        self._status = status
-        self._connection.close(abort=self._is_local)
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
+        if self.ending.set(status):
+            self._connection.close(abort=status.local)
+            if status.local:
+                self._unread.clear()
 
     def done(self) -> bool:
         """Return True if the server or this side has ended the call. Earlier messages may still be read."""
-        return self._status is not None or self._hung_up
+        return self.ending.status is not None or self._hung_up
 
-    def is_locally_cancelled(self) -> bool:
-        """Return True if this side ended the call."""
-        return self._is_local
-
-    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Have `callback` called with this call when it has ended."""
-        if self._status is None:
-            self._callbacks.append(callback)
-        else:
-            callback(self)
-
-    async def code(self) -> grpc.StatusCode:
-        """Return the status code, once the call has ended; earlier messages can still be read."""
-        while self._status is None:
+    async def status(self) -> CallStatus:
+        """Return the status with which the call has ended, as soon as it is known; messages can still be read."""
+        while self.ending.status is None:
             await self._receive()
-        return self._status.code
-
-    async def details(self) -> str:
-        """Return the status details of a call that has ended."""
-        return self._ended().details
-
-    async def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Return the metadata of the status of an ended call."""
-        return self._ended().trailing
+        return self.ending.status
 
     # ------------------------------------------------------------------ inside
 
@@ -164,9 +122,9 @@ class BulkCall:
         self._receiving.take()
         try:
             kind, body = await self._connection.receive(destination)
-            status = Status.decode(body) if kind is Kind.STATUS else None
+            status = status_of_frame(body) if kind is FrameKind.STATUS else None
         except (OSError, DecodeError) as error:
-            self.end(Status(grpc.StatusCode.UNAVAILABLE, f"Socket closed: {error}"))
+            self.end(CallStatus(grpc.StatusCode.UNAVAILABLE, f"Socket closed: {error}"))
             return
         finally:
             self._receiving.leave()
@@ -175,22 +133,23 @@ class BulkCall:
         else:
             self._unread.append(body)
 
-    async def _send(self, kind: Kind, *buffers: Buffer) -> None:
+    async def _send(self, kind: FrameKind, *buffers: Buffer) -> None:
+        if self.done():
+            raise CallOver("the call has ended")
         try:
             await self._connection.send(kind, *buffers)
-        except OSError:
-            raise grpc.aio.InternalError("the call is over") from None
+        except OSError as error:
+            raise CallOver(str(error)) from None
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
 
     def _on_hangup(self) -> None:
         self._hung_up = True
         self._connection.wake_writers()
 
-    def _ended(self) -> Status:
-        assert self._status is not None, "a write fails only when the call has ended"
-        return self._status
 
-
-class Caller(Protocol):
+class BulkOpener(Protocol):
     """An opener of calls of `BULK`: a `service.Stub`.
 
     Attributes:
@@ -219,9 +178,9 @@ class _Granted:
     def add(self, call: BulkCall) -> None:
         """Have a call end when the stream breaks."""
         self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        call.ending.add_callback(self._calls.discard)
 
-    def end(self, status: Status | None) -> None:
+    def end(self, status: CallStatus | None) -> None:
         """Record that the stream has ended; calls under way end with `status`, or continue if it is None."""
         self.is_over = True
         if status is not None:
@@ -241,7 +200,7 @@ class BulkClient:
         rtt_s: the round trip of the newest connection when it was made, in seconds; 0 = not known.
     """
 
-    def __init__(self, caller: Caller, host: str, tls: Callable[[], tuple[ssl.SSLContext, str]] | None) -> None:
+    def __init__(self, caller: BulkOpener, host: str, tls: Callable[[], tuple[ssl.SSLContext, str]] | None) -> None:
         self._caller = caller
         self._host = host
         self._tls = tls
@@ -250,12 +209,11 @@ class BulkClient:
         self._again_s = 0.0
         self.rtt_s = 0.0
 
-    async def open(self, path: str, parse: Parse) -> BulkCall | None:
-        """Open a call, to be used like a gRPC call; None if the call must be made over gRPC.
+    async def open(self, path: str) -> BulkCall | None:
+        """Open a call; None if the call must be made over gRPC.
 
         Args:
             path: "/SERVICE/METHOD".
-            parse: parses a message; None = messages are raw.
         """
         if asyncio.get_running_loop().time() < self._again_s or len(_under_way) >= max_bulk_calls():
             return None
@@ -269,9 +227,9 @@ class BulkClient:
             if not granted.is_over:
                 self._give_up(f"port {granted.port} of {self._host} cannot be reached ({error or 'no answer'})")
             return None
-        call = BulkCall(connection, parse)
+        call = BulkCall(connection)
         _under_way.add(call)
-        call.add_done_callback(_under_way.discard)
+        call.ending.add_callback(_under_way.discard)
         granted.add(call)
         return call
 
@@ -298,7 +256,7 @@ class BulkClient:
     async def _follow(self, asking: asyncio.Future[_Granted | None]) -> None:
         """Ask the server, and follow the stream of the answer to its end."""
         granted = _Granted(self._caller.credentials())
-        status: Status | None = _CLOSED
+        status: CallStatus | None = _CLOSED
         try:
             async with self._caller.open("Open") as stream:
                 await stream.write(bulk_pb2.OpenRequest())
@@ -313,7 +271,7 @@ class BulkClient:
         except ConfigurationError as error:
             self._give_up(str(error))
         except AxonError as error:
-            status = Status(grpc.StatusCode.UNAVAILABLE, f"Socket closed: {error}")
+            status = CallStatus(grpc.StatusCode.UNAVAILABLE, f"Socket closed: {error}")
         finally:
             granted.end(status)
             if not asking.done():
@@ -333,9 +291,9 @@ class BulkClient:
             connection = Connection(sock, MAX_MESSAGE_BYTES)
             await connection.handshake()
             hello = bulk_pb2.BulkHello(capability=granted.capability, method=path)
-            await connection.send(Kind.HELLO, hello.SerializeToString())
+            await connection.send(FrameKind.HELLO, hello.SerializeToString())
             kind, _ = await connection.receive()
-            if kind is not Kind.HELLO:
+            if kind is not FrameKind.HELLO:
                 raise ConnectionError(f"it answered with a frame of kind {kind.name}")
             self.rtt_s = _rtt_s(sock)
         except BaseException:
@@ -375,7 +333,7 @@ async def _connected(host: str, port: int) -> socket.socket:
     raise failure
 
 
-def bulk_client(caller: Caller, address: str, security: Security, to: Principal | None) -> BulkClient | None:
+def bulk_client(caller: BulkOpener, address: str, security: Security, to: Principal | None) -> BulkClient | None:
     """Make the client that opens the bulk calls to a server; None if the server is in this process.
 
     Args:

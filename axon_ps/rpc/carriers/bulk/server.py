@@ -21,24 +21,23 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from axon_ps.errors import InvalidRequest, PermissionDenied, forget
+from axon_ps.errors import InvalidRequest, PermissionDenied
 from axon_ps.rpc.access import may_call, refusal
 from axon_ps.rpc.auth.credentials import Credentials, Ended, Revocations, Revoked, calling
-from axon_ps.rpc.bulk.connection import Connection, FrameError, Kind
-from axon_ps.rpc.bulk.status import OK, Status
+from axon_ps.rpc.calls.method import Method, Service, end_calls, method_of
+from axon_ps.rpc.calls.protocol import EOF, CallOver, ServerCall, task_is_cancelled
+from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.bulk.connection import Connection, FrameError, FrameKind, frame_of_status
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
-from axon_ps.rpc.in_process import end_calls, handler_of
 from axon_ps.rpc.limits import HANDSHAKE_S, MAX_STRANGERS, max_connections
-from axon_ps.rpc.listener import Listener
-from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.listener import TcpListener
 from axon_ps.rpc.status import status_of
-from axon_ps.rpc.stream import EOF, task_is_cancelled
 from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.wire.v1 import bulk_pb2
 
@@ -58,14 +57,12 @@ class BulkServer:
         tls: the TLS context; None = plaintext.
     """
 
-    def __init__(
-        self, services: Sequence[grpc.GenericRpcHandler], revocations: Revocations, tls: ssl.SSLContext | None
-    ) -> None:
+    def __init__(self, services: Sequence[Service], revocations: Revocations, tls: ssl.SSLContext | None) -> None:
         self._services = tuple(services)
         self._revocations = revocations
         self._tls = tls
         self._port = 0
-        self._listener: Listener | None = None
+        self._listener: TcpListener | None = None
         self._granted: dict[bytes, _Grant] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: set[asyncio.Task[None]] = set()
@@ -82,18 +79,18 @@ class BulkServer:
         Raises:
             ConfigurationError: it cannot listen there.
         """
-        self._listener = Listener(host, port, "bulk connections", self._take)
+        self._listener = TcpListener(host, port, "bulk connections", self._take)
         self._port = advertised or self._listener.port
         return self._listener.port
 
-    async def open(self, context: ServerStream) -> None:
+    async def open(self, context: ServerCall) -> None:
         """Perform the RPC `Open`: grant bulk calls to the caller while its stream lasts."""
         await context.read()
         capability, granted = secrets.token_bytes(32), _Grant(calling())
         self._granted[_hash(capability)] = granted
         try:
             await context.write(bulk_pb2.OpenReply(port=self._port, capability=capability))
-            while await self._idle.next(context.read()) is not EOF:
+            while await self._idle.next(context) is not EOF:
                 pass
             if not self._idle.draining:
                 granted.end()
@@ -140,7 +137,7 @@ class BulkServer:
             self._strangers.discard(task)
             connection.max_bytes = MAX_MESSAGE_BYTES
             with granted.serving(task):
-                await connection.send(Kind.HELLO)
+                await connection.send(FrameKind.HELLO)
                 await self._perform(connection, hello.method, granted.credentials)
         except (OSError, TimeoutError, DecodeError) as error:
             _logger.debug("a bulk connection has ended: %s", error)
@@ -151,33 +148,26 @@ class BulkServer:
         """Perform a call to its end, and send its status to the client."""
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
-        call = _Call(connection, task)
+        method = method_of(self._services, path)
+        call = BulkServerCall(connection, task, method)
         connection.on_hangup(call.hang_up)
         try:
             with self._revocations.watching(credentials, is_stream=True):
-                await self._handle(call, path, credentials)
-            call.end(OK)
+                if method is None or not method.is_stream:
+                    why = f"{path} is no streaming call of this server"
+                    status = CallStatus(grpc.StatusCode.UNIMPLEMENTED, why)
+                elif not may_call(credentials.roles, path):
+                    status = status_of(PermissionDenied(refusal(credentials.roles, path)))
+                else:
+                    status = await method.perform(call)
         except (Revoked, Ended) as error:
-            _, details, metadata = status_of(error)
-            call.end(Status(grpc.StatusCode.UNAUTHENTICATED, details, metadata[0][1]))
-        except grpc.aio.AbortError as error:
-            forget(error)  # `_Call.abort` has set the status
+            status = status_of(error)._replace(code=grpc.StatusCode.UNAUTHENTICATED)
         except asyncio.CancelledError:
-            if call.hung_up or not task_is_cancelled():
+            if call.done() or not task_is_cancelled():
                 raise
-            call.end(Status(grpc.StatusCode.UNAVAILABLE, "the server stopped"))
+            status = CallStatus(grpc.StatusCode.UNAVAILABLE, "the server stopped")
             task.uncancel()
-        await call.close()
-
-    async def _handle(self, call: _Call, path: str, credentials: Credentials) -> None:
-        handler = handler_of(self._services, path)
-        if handler is None or handler.stream_stream is None:
-            await call.abort(grpc.StatusCode.UNIMPLEMENTED, f"{path} is no streaming call of this server")
-        if not may_call(credentials.roles, path):
-            code, details, metadata = status_of(PermissionDenied(refusal(credentials.roles, path)))
-            await call.abort(code, details, metadata)
-        call.parse, call.serialize = handler.request_deserializer, handler.response_serializer
-        await handler.stream_stream(None, call)
+        await call.end(status)
 
 
 class _Grant:
@@ -202,17 +192,25 @@ class _Grant:
             call.cancel()
 
 
-class _Call:
-    """A servicer's end of a call, with the part of the interface of gRPC's context that servicers use."""
+class BulkServerCall:
+    """A servicer's end of a call. See `calls.protocol.ServerCall`.
 
-    def __init__(self, connection: Connection, task: asyncio.Task[None]) -> None:
-        self.parse: Any = None
-        self.serialize: Any = None
-        self.hung_up = False
+    Args:
+        connection: its connection.
+        task: the task that performs it.
+        method: its method; None = it is not served.
+    """
+
+    send_soon: Callable[[bytes], bool] | None = None
+
+    def __init__(self, connection: Connection, task: asyncio.Task[None], method: Method | None) -> None:
+        self.received = False
         self._connection = connection
         self._task = task
-        self._status: Status | None = None
-        self._half_closed = False
+        self._parse = None if method is None else method.parse
+        self._serialize = None if method is None else method.serialize
+        self._over = False
+        self._input_ended = False
 
     def peer(self) -> str:
         """Return the address of the client."""
@@ -220,57 +218,59 @@ class _Call:
 
     def done(self) -> bool:
         """Return True if the call has ended."""
-        return self._status is not None or self.hung_up
+        return self._over
 
     async def read(self) -> Any:
         """Return the client's next message, or EOF. A broken connection gives EOF, too, and cancels the call."""
-        if self._half_closed:
+        if self._input_ended:
             return EOF
         try:
             kind, body = await self._connection.receive()
+        except asyncio.CancelledError:
+            self._input_ended = True  # a part of a frame may have been read
+            raise
         except FrameError as error:
             raise InvalidRequest(str(error)) from None
         except OSError:
-            asyncio.get_running_loop().call_soon(self.hang_up)
+            if not self._input_ended:
+                asyncio.get_running_loop().call_soon(self.hang_up)
             return EOF
-        if kind is not Kind.MESSAGE:
-            self._half_closed = True
+        self.received = True
+        if kind is not FrameKind.MESSAGE:
+            self._input_ended = True
             return EOF
-        return body if self.parse is None else self.parse(bytes(body))
+        return body if self._parse is None else self._parse(bytes(body))
+
+    def end_input(self) -> None:
+        """Have the read under way, and later ones, return `EOF`."""
+        self._input_ended = True
+        self._connection.wake_readers()
+
+    def receive(self, take: Callable[[Any], None]) -> bool:
+        """Return False: the caller must read."""
+        return False
 
     async def write(self, message: Any) -> None:
         """Send the client a message."""
-        data = message if self.serialize is None else self.serialize(message)
         try:
-            await self._connection.send(Kind.MESSAGE, data)
+            await self._connection.send(
+                FrameKind.MESSAGE, message if self._serialize is None else self._serialize(message)
+            )
         except OSError as error:
             self.hang_up()
-            raise grpc.aio.UsageError(f"the call is over: {error}") from None
+            raise CallOver(str(error)) from None
 
     def hang_up(self) -> None:
         """Cancel the call, because the connection has ended or failed."""
-        self.hung_up = True
+        self._over = True
         self._connection.close()
         self._task.cancel()
 
-    def abort(
-        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, bytes]] = ()
-    ) -> Awaitable[None]:
-        """End the call with a status."""
-        self.end(Status(code, details, next((value for _, value in trailing_metadata), b"")))
-        raise grpc.aio.AbortError("the servicer aborted the call")
-
-    def end(self, status: Status) -> None:
-        """End the call with the first status that comes."""
-        if self._status is None:
-            self._status = status
-
-    async def close(self) -> None:
+    async def end(self, status: CallStatus) -> None:
         """Send the status. See Note: [A status arrives]."""
-        assert self._status is not None, "the caller has set it"
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                await self._connection.send(Kind.STATUS, self._status.encode())
+                await self._connection.send(FrameKind.STATUS, frame_of_status(status))
                 self._connection.shut_down()
                 await self._connection.discard()
 
@@ -278,7 +278,7 @@ class _Call:
 async def _hello(connection: Connection) -> bulk_pb2.BulkHello:
     """Receive the first frame."""
     kind, body = await connection.receive()
-    if kind is not Kind.HELLO:
+    if kind is not FrameKind.HELLO:
         raise ConnectionError(f"a bulk connection began with a frame of kind {kind.name}")
     return bulk_pb2.BulkHello.FromString(bytes(body))
 

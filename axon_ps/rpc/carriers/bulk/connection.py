@@ -1,4 +1,4 @@
-"""One socket of a bulk call: frames in and out. See `rpc.bulk`, Note: [The frames of a bulk connection].
+"""One socket of a bulk call: frames in and out. See `rpc.carriers.bulk`, Note: [The frames of a bulk connection].
 
 Note: [Few wake-ups]
     A socket is readable as soon as one packet is there. An event loop that reads each time spends more time on waking
@@ -16,15 +16,17 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from enum import IntEnum
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from axon_ps.rpc.bulk import hangups
+from axon_ps.rpc.calls.protocol import Buffer, Destination
+from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.bulk import hangups
 from axon_ps.rpc.channels import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
-from axon_ps.rpc.stream import Destination
+from axon_ps.wire.v1 import bulk_pb2
 
 LOW_WATER_BYTES: Final = 512 << 10
 """See Note: [Few wake-ups]."""
@@ -41,11 +43,10 @@ FIRST_BYTES: Final = 512
 SILENCE_MS: Final = int(1000 * (KEEPALIVE_S + KEEPALIVE_TIMEOUT_S))
 """A connection is broken after so many ms in which the peer's machine acknowledged nothing, as with gRPC."""
 
-Buffer = bytes | memoryview
 T = TypeVar("T")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kinds of frames."""
 
     MESSAGE = 0
@@ -54,9 +55,24 @@ class Kind(IntEnum):
     STATUS = 3
 
 
-_KINDS: Final = tuple(Kind)
+_KINDS: Final = tuple(FrameKind)
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 HEAD: Final = struct.Struct("<BI")
+
+
+def frame_of_status(status: CallStatus) -> bytes:
+    """Encode a status as the last frame of a call."""
+    return bulk_pb2.BulkStatus(code=status.number, details=status.details, error=status.error).SerializeToString()
+
+
+def status_of_frame(frame: memoryview) -> CallStatus:
+    """Decode the last frame of a call.
+
+    Raises:
+        DecodeError: the frame is malformed.
+    """
+    message = bulk_pb2.BulkStatus.FromString(bytes(frame))
+    return CallStatus.numbered(message.code, message.details, message.error)
 
 
 class FrameError(ConnectionError):
@@ -131,8 +147,9 @@ class Connection:
         self._fd = sock.fileno()
         self._loop = asyncio.get_running_loop()
         self._low_water = 0 if isinstance(sock, ssl.SSLSocket) else 1  # 0: it would hold back TLS records
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))  # [_begin, _end) was read and is not used yet
-        self._begin = self._end = 0
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._buffered = _Reading(self._buffer, 0)  # bytes from _begin to its count were read and are not used yet
+        self._begin = 0
         self._readers: list[_Reading] = []
         self._watched = False
         self._empty = False  # whether the socket was read empty, and the loop has not reported new bytes since
@@ -162,7 +179,7 @@ class Connection:
         if isinstance(self._sock, ssl.SSLSocket):
             await self._attempt(self._sock.do_handshake)
 
-    async def receive(self, destination: Destination | None = None) -> tuple[Kind, memoryview]:
+    async def receive(self, destination: Destination | None = None) -> tuple[FrameKind, memoryview]:
         """Receive the next frame.
 
         Args:
@@ -173,7 +190,7 @@ class Connection:
             FrameError: the peer sends bytes that are not a frame, or a frame that is too long.
             OSError: the connection is over.
         """
-        if self._end - self._begin < HEAD.size:
+        if self._buffered.count - self._begin < HEAD.size:
             await self._read_more(HEAD.size)
         number, size = HEAD.unpack_from(self._buffer, self._begin)
         self._begin += HEAD.size
@@ -187,7 +204,7 @@ class Connection:
             body = await self._receive_large(size, destination)
             if self._waits == waits:
                 await asyncio.sleep(0)
-        elif size <= self._end - self._begin:
+        elif size <= self._buffered.count - self._begin:
             body = memoryview(bytes(self._buffer[self._begin : self._begin + size]))
             self._begin += size
         else:
@@ -195,7 +212,7 @@ class Connection:
             await self._fill(body)
         return _KINDS[number], body
 
-    async def send(self, kind: Kind, *buffers: Buffer) -> None:
+    async def send(self, kind: FrameKind, *buffers: Buffer) -> None:
         """Send a frame made of `buffers`; returns when the kernel has all of it.
 
         Raises:
@@ -233,6 +250,10 @@ class Connection:
         while True:
             await self._read(_Reading(dropped, 1))
 
+    def wake_readers(self) -> None:
+        """Have the task that waits to receive fail, because nothing more is wanted."""
+        _fail(reading.done for reading in self._readers)
+
     def wake_writers(self) -> None:
         """Have the tasks that wait to send fail, because the peer reads nothing more."""
         _fail(self._writers)
@@ -253,8 +274,8 @@ class Connection:
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()
-        _fail(reading.done for reading in self._readers)
-        _fail(self._writers)
+        self.wake_readers()
+        self.wake_writers()
 
     # ------------------------------------------------------------------ inside
 
@@ -272,21 +293,17 @@ class Connection:
 
     async def _fill(self, view: memoryview) -> None:
         """Receive as many bytes as `view` has."""
-        held = min(self._end - self._begin, view.nbytes)
+        held = min(self._buffered.count - self._begin, view.nbytes)
         view[:held] = self._buffer[self._begin : self._begin + held]
         self._begin += held
         await self._read(_Reading(view[held:], view.nbytes - held))
 
-    async def _read_more(self, count: int) -> None:
+    def _read_more(self, count: int) -> Awaitable[None]:
         """Read until at least `count` bytes are in the buffer, and those that came with them."""
-        held = self._end - self._begin
-        if held >= count:
-            return
-        self._buffer[:held] = self._buffer[self._begin : self._end]
-        self._begin, self._end = 0, held
-        reading = _Reading(self._buffer[held:], count - held)
-        await self._read(reading)
-        self._end += reading.count
+        buffered, held = self._buffered, self._buffered.count - self._begin
+        self._buffer[:held] = self._buffer[self._begin : buffered.count]
+        self._begin, buffered.count, buffered.needed = 0, held, count
+        return self._read(buffered)
 
     async def _read(self, reading: _Reading) -> None:
         """Read until all bytes that are needed were read."""
