@@ -111,7 +111,7 @@ def test_only_the_command_line_exits() -> None:
     # the fork server's children end as programs do, `ending` only notices who exits, and a service that has failed in
     # an actor of Ray's is started again by Ray when its process ends
     programs = ("cli/", "host/tether.py", "worker/ending.py", "testing/fork_server.py", "ray/service.py")
-    programs += ("axon_ps_lab/__main__.py",)
+    programs += ("axon_ps_lab/__main__.py", "axon_ps_lab/campaigns/", "axon_ps_lab/fuzz/", "axon_ps_lab/interleavings/")
     offenders = [name for name, tree in parsed(but=programs) if exits & set(attributes(tree))]
     assert offenders == []
 

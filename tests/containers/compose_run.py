@@ -20,12 +20,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from axon_ps_lab import report
+from watch import SMALL, Watch, address_of, output_of
+
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-import _report  # noqa: E402
-from watch import SMALL, Watch, address_of, output_of  # noqa: E402
-
 PROJECT, JOB, TOKEN = "axon-ps-test", "gpt", "the-random-secret-of-a-test"
 BASE = "python:3.11-slim-bookworm"
 LIMITS_MB = {"coordinator": 450, "shard": 450, "worker": 1500}
@@ -143,12 +141,12 @@ def main() -> None:
             compose("build")
         sizes = image_sizes()
         columns = list(sizes[0])
-        _report.table("Images", columns, [[row[c] for c in columns] for row in sizes])
+        report.table("Images", columns, [[row[c] for c in columns] for row in sizes])
         confined: dict[str, object] = {}
         rows = run(compose, confined)
     columns = list(rows[0])
-    _report.table("Compose", columns, [[row[c] for c in columns] for row in rows])
-    print(f"wrote {_report.write('compose', rows, images=sizes, confined=confined)}")
+    report.table("Compose", columns, [[row[c] for c in columns] for row in rows])
+    print(f"wrote {report.write('compose', rows, images=sizes, confined=confined)}")
 
 
 def run(compose: Compose, confined: dict[str, object]) -> list[dict[str, object]]:

@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from axon_ps_lab import report
+from pods import Pods, rendered
+from watch import SMALL, Watch
+
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-import _report  # noqa: E402
-from pods import Pods, rendered  # noqa: E402
-from watch import SMALL, Watch  # noqa: E402
-
 TOKEN = "the-random-secret-of-a-test"
 SHARD, COORDINATOR = "axon-ps-shard", "axon-ps-coordinator"
 SERVERS, WORKERS = 3, 2
@@ -65,8 +63,8 @@ def main() -> None:
                     print(f"--- {pod}\n{pods.logs(pod)}", file=sys.stderr)
                 raise
     columns = list(rows[0])
-    _report.table("Rolling update", columns, [[row[c] for c in columns] for row in rows])
-    print(f"wrote {_report.write('rolling_update', rows, servers=SERVERS, workers=WORKERS)}")
+    report.table("Rolling update", columns, [[row[c] for c in columns] for row in rows])
+    print(f"wrote {report.write('rolling_update', rows, servers=SERVERS, workers=WORKERS)}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from axon_ps_lab.faults.failover import FailoverCluster
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import _report
+from axon_ps_lab import report
 from failover_job import ETCD_FAULTS, FAULTS, Job, check, etcd_follower_killed, etcd_leader_killed
 
 PRELOADED = ("torch", "axon_ps.parallel", "axon_ps.worker.world", *MODULES)
@@ -85,10 +85,10 @@ def main() -> int:
         for what, each in times.items()
     ]
     columns = ("what", "times", "median_s", "worst_s", "machine_busy_s")
-    _report.table("The longest time without a committed step", columns, [[row[c] for c in columns] for row in rows])
+    report.table("The longest time without a committed step", columns, [[row[c] for c in columns] for row in rows])
     print(f"0 steps lost, {aborted} attempts aborted, nobody wrote in vain; {time.monotonic() - began:.0f} s in all")
     if not options.quick:
-        _report.write("failover", rows, away_s=options.away_s, aborted=aborted, lease_s=LEASE_S)
+        report.write("failover", rows, away_s=options.away_s, aborted=aborted, lease_s=LEASE_S)
     return int(any(row["worst_s"] > PROMISED_S for row in rows))
 
 

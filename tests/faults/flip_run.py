@@ -187,9 +187,9 @@ def main() -> int:
         row = run(options.flips, options.steps, options.seed, Path(directory), say=True)
     for name, value in row.items():
         print(f"{name:32} {value}")
-    import _report
+    from axon_ps_lab import report
 
-    print("wrote", _report.write("bit_flips", [row], seed=options.seed))
+    print("wrote", report.write("bit_flips", [row], seed=options.seed))
     return 1 if row["not found or not named rightly"] or row["found in them"] else 0
 
 
