@@ -167,7 +167,7 @@ def test_only_settings_and_the_workers_environment_read_the_environment() -> Non
     readers += ("cli/launch/standby.py", "ray/workers.py", "worker/subscription.py")
     readers += ("cli/main.py",)  # only the names, to say which of them are misspelt
     readers += ("parallel/torchrun/handler.py",)  # an agent's workers inherit what it was given
-    readers += ("axon_ps_lab/__main__.py",)
+    readers += ("axon_ps_lab/__main__.py", "axon_ps_lab/campaigns/", "axon_ps_lab/watchdog/")
     readers += ("axon_ps_lab/faults/bit_flips.py",)  # a plugin, which is imported and not called
     readers += ("host/loop_cache.py",)  # numba's variables, which decide where its cache is
     reading = {"os.environ", "os.getenv", "os.environb"}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "integration"), str(ROOT / "tests" / "faults")]
+sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "tests" / "faults")]
 
 from axon_ps.coordinator.client.operator import OperatorClient  # noqa: E402
 from axon_ps.errors import AxonError  # noqa: E402

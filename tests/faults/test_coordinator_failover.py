@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from axon_ps_lab.etcd import NEEDED, is_installed
-from axon_ps_lab.faults.failover import FailoverCluster
-from failover_job import (
-    Job,
+from axon_ps_lab.campaigns.failover_job import (
+    FailoverJob,
     check,
     cut_from_etcd,
     cut_from_workers,
@@ -24,10 +22,12 @@ from failover_job import (
     frozen,
     killed,
 )
+from axon_ps_lab.etcd import NEEDED, is_installed
+from axon_ps_lab.faults.failover import FailoverCluster
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=NEEDED)
 
-Fault = Callable[[Job, float], float]
+Fault = Callable[[FailoverJob, float], float]
 
 AGAIN_S = 5.0
 """The promise: a step commits again within this."""
@@ -55,7 +55,7 @@ def test_a_job_outlives_whatever_happens_to_its_leader(
     faults: tuple[Fault, ...], proxied: bool, tmp_path: Path
 ) -> None:
     with FailoverCluster(shards=2, world_size=2, lease_s=1.5, quota_bytes=QUOTA_BYTES) as cluster:
-        job = Job(cluster, tmp_path, proxied=proxied)
+        job = FailoverJob(cluster, tmp_path, proxied=proxied)
         gaps = {fault.__name__: fault(job, AWAY_S) for fault in faults}
         aborted, stalled_s = check(job), cluster.take_stall()
     late = {name: gap_s for name, gap_s in gaps.items() if gap_s > AGAIN_S + STALLS * stalled_s}

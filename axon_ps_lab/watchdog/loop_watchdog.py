@@ -46,13 +46,13 @@ BASELINE_S: Final = 0.005
 FRAMES: Final = 12
 COLLECTOR: Final = "gc:0 the collector of garbage"
 _HERE: Final = str(Path(__file__).parent)
-_TESTS: Final = str(Path(__file__).parents[1]) + os.sep
+_TESTS: Final = tuple(str(Path(__file__).parents[2] / folder) + os.sep for folder in ("tests", "axon_ps_lab"))
 _PACKAGE: Final = str(Path(__file__).parents[2] / "axon_ps") + os.sep
 _ASYNCIO: Final = f"{os.sep}asyncio{os.sep}"
 
 
 @dataclass(slots=True)
-class Running:
+class RunningCallback:
     """The callback that a thread's loop is at.
 
     Attributes:
@@ -77,7 +77,7 @@ class Running:
         return int(run_ns) / 1e9, int(delay_ns) / 1e9
 
 
-class Watchdog:
+class LoopWatchdog:
     """The one of this process.
 
     Args:
@@ -87,7 +87,7 @@ class Watchdog:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._local = threading.local()
-        self._running: list[Running] = []
+        self._running: list[RunningCallback] = []
         self._sampling = False
         self._collected_s = 0.0  # by the collector of garbage, in all
         self._collects_since_s = 0.0
@@ -107,7 +107,7 @@ class Watchdog:
 
     def run(self, handle: Any, call: Any) -> None:
         """Run a handle of a loop as `Handle._run` does, and record it if it was long."""
-        running: Running | None = getattr(self._local, "running", None)
+        running: RunningCallback | None = getattr(self._local, "running", None)
         if running is None:
             running = self._local.running = self._new_thread()
         if running.began_s:  # a loop in a callback of a loop
@@ -132,9 +132,9 @@ class Watchdog:
             if running.stack:
                 running.stack, running.others = [], []
 
-    def _new_thread(self) -> Running:
+    def _new_thread(self) -> RunningCallback:
         path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
-        running = Running(threading.get_ident(), os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        running = RunningCallback(threading.get_ident(), os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         self._running.append(running)
         if not self._sampling:
             self._sampling = True
@@ -203,7 +203,7 @@ def _described(frame: FrameType | None) -> list[str]:
 
 
 def _callback(handle: Any) -> str:
-    """The function of a handle that nobody saw run: Python's global lock was held all the time."""
+    """The function of a handle that was not seen to run: Python's global lock was held all the time."""
     callback = handle._callback
     task = getattr(callback, "__self__", None)
     code = getattr(callback, "__code__", None)
@@ -219,14 +219,14 @@ def install() -> None:
     folder = os.environ.get(VARIABLE, "")
     if not folder or getattr(asyncio.Handle._run, "is_watched", False):
         return
-    watchdog, call = Watchdog(Path(folder)), asyncio.Handle._run
+    watchdog, call = LoopWatchdog(Path(folder)), asyncio.Handle._run
 
     @functools.wraps(call)
     def run(handle: Any) -> None:
         watchdog.run(handle, call)
 
     run.is_watched = True  # type: ignore[attr-defined]
-    asyncio.Handle._run = run  # type: ignore[method-assign]
+    asyncio.Handle._run = run  # type: ignore[method-assign, assignment]
     os.register_at_fork(after_in_child=watchdog.after_fork)
 
 
@@ -234,7 +234,7 @@ def install() -> None:
 
 
 @dataclass(frozen=True)
-class Hold:
+class SlowCallback:
     """The longest of what was found at one place.
 
     Attributes:
@@ -254,17 +254,19 @@ class Hold:
     record: dict[str, Any]
 
 
-def found(folder: Path) -> list[Hold]:
+def found(folder: Path) -> list[SlowCallback]:
     """The places at which loops of the product were held, the longest first."""
     at: dict[str, list[dict[str, Any]]] = {}
     for record in _records(folder):
         if record["ours"]:
             at.setdefault(_where(record["stack"]), []).append(record)
-    holds = []
+    slow_callbacks = []
     for where, records in at.items():
         longest = max(records, key=lambda record: record["held_s"])
-        holds.append(Hold(where, longest["held_s"], longest["ran_s"], len(records), longest["test"], longest))
-    return sorted(holds, key=lambda hold: -hold.held_s)
+        slow_callbacks.append(
+            SlowCallback(where, longest["held_s"], longest["ran_s"], len(records), longest["test"], longest)
+        )
+    return sorted(slow_callbacks, key=lambda slow: -slow.held_s)
 
 
 def _records(folder: Path) -> Iterator[dict[str, Any]]:
@@ -284,10 +286,11 @@ def _where(stack: list[str]) -> str:
 
 def report(folder: Path, rows: int = 20) -> list[str]:
     """The findings as lines of text: the longest holds, by name."""
-    holds = found(folder)
-    if not holds:
+    slow_callbacks = found(folder)
+    if not slow_callbacks:
         return [f"event loops: none was held for {BOUND_S * 1e3:.0f} ms"]
-    lines = [f"event loops: held for {BOUND_S * 1e3:.0f} ms and more at {len(holds)} places (held, ran, times, where)"]
-    for h in holds[:rows]:
+    count = len(slow_callbacks)
+    lines = [f"event loops: held for {BOUND_S * 1e3:.0f} ms and more at {count} places (held, ran, times, where)"]
+    for h in slow_callbacks[:rows]:
         lines.append(f"  {h.held_s * 1e3:6.0f} ms {h.ran_s * 1e3:6.0f} ms {h.count:4d}  {h.where}  [{h.test}]")
     return lines

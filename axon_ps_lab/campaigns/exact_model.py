@@ -1,4 +1,4 @@
-"""What is trained while faults are dealt, and the oracle: every number is exact, so "bit-equal" means what it says.
+"""The model that is trained while faults are dealt, and its oracle, which has the same bits: no number is rounded.
 
 A gradient is made of whole numbers that depend on every bit of the parameters (in forward *and* in backward), on the
 data, and on what the units before have seen. A parameter that was torn, stale or of another version, a gradient that is
@@ -59,10 +59,11 @@ class Mix(nn.Module):
         self.weight = nn.Parameter(torch.arange(numel).remainder(64).float() / 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Mix.apply(x, self.weight)
+        mixed: torch.Tensor = _Mix.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return mixed
 
 
-class Chain(nn.Module):
+class MixChain(nn.Module):
     """Units behind each other, and a parameter of the root."""
 
     def __init__(self) -> None:
@@ -71,19 +72,37 @@ class Chain(nn.Module):
         self.units = nn.Sequential(*(Mix(numel) for numel in UNITS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Mix.apply(self.units(x), self.root)
+        mixed: torch.Tensor = _Mix.apply(self.units(x), self.root)  # type: ignore[no-untyped-call]
+        return mixed
 
 
 def data(version: int, rank: int) -> torch.Tensor:
-    """What a worker computes with in the step from `version` on; it needs a gradient, so that backward's hooks run."""
+    """The input of a worker in the step from `version` on; it needs a gradient, so that backward's hooks run."""
     return torch.tensor([float((version * 37 + rank * 101) % 1021)], requires_grad=True)
+
+
+class Linear(nn.Module):
+    """A sum of products: its gradients are the data, exact in any order of summation when the data are integers."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, numel))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return (self.weight * data).sum()
+
+
+def integers(step: int, replica: int) -> torch.Tensor:
+    """The data of a replica in a step, for a `Linear` of 1000 elements."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    return torch.randint(-8, 9, (1000,), generator=generator).float()
 
 
 @functools.cache
 def expected(steps: tuple[tuple[int, ...], ...]) -> Values:
     """Plain torch: the values after steps, of each of which it says which ranks took part."""
     torch.set_num_threads(1)
-    model = Chain()
+    model = MixChain()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     for version, ranks in enumerate(steps):
         for rank in ranks:
@@ -97,7 +116,7 @@ def expected(steps: tuple[tuple[int, ...], ...]) -> Values:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class ExactAttempt:
     """One step of one worker.
 
     Attributes:
@@ -117,10 +136,10 @@ class Attempt:
     reason: str
 
 
-def attempts_in(path: Path) -> list[Attempt]:
-    """What a worker wrote down; its last line is missing if it was killed while writing that."""
+def attempts_in(path: Path) -> list[ExactAttempt]:
+    """The attempts that a worker wrote down; an incomplete last line is left out."""
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-    return [Attempt(**json.loads(line)) for line in lines[:-1]]
+    return [ExactAttempt(**json.loads(line)) for line in lines[:-1]]
 
 
 def train(strategy: str, steps: int, timeout_s: float, written: Path) -> Values:
@@ -128,7 +147,7 @@ def train(strategy: str, steps: int, timeout_s: float, written: Path) -> Values:
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=timeout_s, join_timeout_s=timeout_s) as world:
         model = parallel.FSDP(
-            Chain(),
+            MixChain(),
             world.default_group,
             sharding_strategy=parallel.ShardingStrategy[strategy],
             unit_types={Mix},
@@ -141,7 +160,7 @@ def train(strategy: str, steps: int, timeout_s: float, written: Path) -> Values:
             ranks = tuple(m.rank for m in world.membership.workers)
             result = optimizer.step()
             optimizer.zero_grad()
-            attempt = Attempt(
+            attempt = ExactAttempt(
                 version=version,
                 ended=time.monotonic(),
                 committed=result.committed,

@@ -1,6 +1,6 @@
 """`make lab NAME=group-soak`: two groups with overlapping members, used from several threads, for thousands of calls.
 
-    python tests/faults/group_soak.py [--calls 10000] [--backends shm grpc hierarchical]
+    python -m axon_ps_lab.campaigns.group_soak [--calls 10000] [--backends shm grpc hierarchical]
 
 Three ranks; ranks 0, 1, 2 are one group and 2, 1 the other, each used by a thread of its own. Every result is checked,
 and the resident memory of every rank and every shard server is compared after a tenth of the calls and at the end.
@@ -20,15 +20,15 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.testing import LocalCluster
 from axon_ps.types import ReduceOp, Role
 
-CALLS_A_TURN = 3
+CALLS_A_ROUND = 3
 MOST_GROWTH_BYTES = 8 << 20
 
 
-def use(group: ProcessGroup, turns: int) -> int:
-    """Make the calls of one group; how many turns were wrong."""
+def use(group: ProcessGroup, rounds: int) -> int:
+    """Make the calls of one group; how many rounds were wrong."""
     wrong = 0
     rank, n = group.rank, group.world_size
-    for i in range(turns):
+    for i in range(rounds):
         total = group.all_reduce(np.array([rank + i])).item()
         gathered = group.all_gather(np.array([rank], np.uint8)).tolist()
         best = group.all_reduce(np.full(3, rank, np.int32), ReduceOp.MAX).tolist()
@@ -37,15 +37,15 @@ def use(group: ProcessGroup, turns: int) -> int:
 
 
 def worker(calls: int) -> tuple[int, int]:
-    """One rank; how many turns were wrong, and by how many bytes its memory grew."""
+    """One rank; how many rounds were wrong, and by how many bytes its memory grew."""
     with axon_ps.World.init(timeout_s=300.0) as world:
         groups = [world.new_group([0, 1, 2]), world.new_group([2, 1])]
         mine = [g for g in groups if g.contains(world.rank)]
-        turns = calls // (CALLS_A_TURN * len(groups))
+        in_all = calls // (CALLS_A_ROUND * len(groups))
         wrong: list[int] = []
         memory = []
-        for part in (turns // 10, turns - turns // 10):
-            threads = [threading.Thread(target=lambda g=g, p=part: wrong.append(use(g, p))) for g in mine]
+        for rounds in (in_all // 10, in_all - in_all // 10):
+            threads = [threading.Thread(target=lambda g=g, p=rounds: wrong.append(use(g, p))) for g in mine]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -75,7 +75,7 @@ def main() -> None:
         mib = [f"{g / 2**20:+.1f}" for g in growth]
         servers_mib = [f"{g / 2**20:+.1f}" for g in grown]
         print(
-            f"{backend}: {options.calls} calls, {wrong} turns wrong, ranks grew by {mib} MiB, servers by {servers_mib}"
+            f"{backend}: {options.calls} calls, {wrong} rounds wrong, ranks grew by {mib} MiB, servers by {servers_mib}"
         )
     sys.exit(1 if failed else 0)
 

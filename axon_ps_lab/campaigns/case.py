@@ -1,11 +1,10 @@
-"""One cell of the grid: a small cluster, a fault at its moment, and what came of it."""
+"""One case of the grid: a small cluster, a fault at its moment, and what came of it."""
 
 from __future__ import annotations
 
 import dataclasses
-import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,12 +14,13 @@ from axon_ps.errors import AxonError
 from axon_ps.host.children import Child, wait_for_any
 from axon_ps.storage import contents
 from axon_ps.testing.workers import WorkerProcess
-from axon_ps_lab.chaos import state_files
-from axon_ps_lab.faults import FaultyCluster, Hit, Moment
+from axon_ps_lab.campaigns.exact_model import ExactAttempt, Values, attempts_in, expected, train
+from axon_ps_lab.campaigns.grid import LEASE_S, PATIENCE_S, Case, Victim
+from axon_ps_lab.faults import FaultyCluster, Hit, Moment, state_files
 from axon_ps_lab.faults.cluster import MODULES as SERVICE_MODULES
+from axon_ps_lab.faults.driver import Driver
+from axon_ps_lab.faults.fault import ON_THE_WIRE, Fault
 from axon_ps_lab.faults.proxy import ProxiesStalled
-from fault_grid import DISTURBANCES, LEASE_S, OF_THE_STATE, PATIENCE_S, STOPS_S, Cell, Fault, Target
-from fault_model import Attempt, Values, attempts_in, expected, train
 
 MODULES = ("torch", "torch.distributed.tensor", "torch._dynamo", "axon_ps.parallel", "axon_ps.worker.world")
 PRELOADED = (*MODULES, *SERVICE_MODULES)
@@ -38,16 +38,16 @@ _TIMEOUT_S = 60.0
 
 
 @dataclass(kw_only=True)
-class Outcome:
-    """What came of a cell.
+class CaseOutcome:
+    """The outcome of a case.
 
     Attributes:
-        name: the cell's.
+        name: the case's.
         problems: what broke a promise, in words; empty when all is well.
         waited_s: of each worker, from healing to its next committed step.
-        stalled_s: the longest time for which this process did not get to run; it carries every byte of the cell.
+        stalled_s: the longest time for which this process did not get to run; it carries every byte of the case.
         restarts: workers that were started again because they ended with an error.
-        seconds: how long the cell took.
+        seconds: how long the case took.
         logs: what everybody wrote; empty when all is well.
     """
 
@@ -66,14 +66,14 @@ class Outcome:
         return bool(self.problems) and all(p.startswith(slow) for p in self.problems)
 
 
-def run(cell: Cell) -> Outcome:
-    """Run a cell; never raises."""
+def run(case: Case) -> CaseOutcome:
+    """Run a case; never raises."""
     began = time.monotonic()
-    outcome = Outcome(name=cell.name)
+    outcome = CaseOutcome(name=case.name)
     try:
-        with _cluster(cell) as cluster:
+        with _cluster(case) as cluster:
             try:
-                Scene(cell, cluster, outcome).play()
+                Scene(case, cluster, outcome).play()
             except ProxiesStalled as error:
                 outcome.problems.append(f"hang: {error}")
             finally:
@@ -88,36 +88,38 @@ def run(cell: Cell) -> Outcome:
     return outcome
 
 
-def _cluster(cell: Cell) -> FaultyCluster:
+def _cluster(case: Case) -> FaultyCluster:
     return FaultyCluster(
         SHARDS,
-        4 if cell.hybrid else 3,
+        4 if case.hybrid else 3,
         lease_s=LEASE_S,
-        environment={} if cell.direct else {"AXON_PS_DIRECT_MEMORY": "0"},
-        shard_nodes=("a", "b") if cell.hybrid else (),
-        replication=cell.replication,
+        environment={} if case.direct else {"AXON_PS_DIRECT_MEMORY": "0"},
+        shard_nodes=("a", "b") if case.hybrid else (),
+        replication=case.replication,
     )
 
 
 class Scene:
-    """A cell while it is played."""
+    """A case while it is played."""
 
-    def __init__(self, cell: Cell, cluster: FaultyCluster, outcome: Outcome) -> None:
-        self._cell, self._cluster, self._outcome = cell, cluster, outcome
+    def __init__(self, case: Case, cluster: FaultyCluster, outcome: CaseOutcome) -> None:
+        self._case, self._cluster, self._outcome = case, cluster, outcome
         self._workers: dict[int, WorkerProcess] = {}
         self._lives: list[tuple[int, Path]] = []  # of every worker that was started: its rank, and what it wrote down
         self._earlier = ""
         self._save: WorkerProcess | None = None
+        self._driver = Driver(cluster)
+        self._older: Mapping[Path, bytes] | None = None  # the state of the coordinator at an earlier step
         self._healed = 0.0
         self._dealt = 0.0
-        self._kept = f"{cluster.directory}/kept"
+        self._saved = f"{cluster.directory}/kept"
         self._written = f"{cluster.directory}/written"
 
     def play(self) -> None:
         """Start, strike, heal, wait, judge."""
         for rank in range(self._cluster.world_size):
             self._start(rank)
-        hit = self._reach_the_moment()
+        hit = self._wait_for_the_moment()
         if hit is not None:
             self._strike(hit)
             self._watch()
@@ -128,30 +130,30 @@ class Scene:
             self._outcome.logs += f"--- worker {rank}: {result.error}\n{result.output}\n"
 
     def _start(self, rank: int) -> None:
-        env = {"AXON_PS_NODE": "ab"[rank // 2]} if self._cell.hybrid else {}
+        env = {"AXON_PS_NODE": "ab"[rank // 2]} if self._case.hybrid else {}
         written = self._cluster.directory / f"attempts-{len(self._lives)}"
         self._lives.append((rank, written))
         self._workers[rank] = self._cluster.start_worker(
-            rank, train, args=(self._cell.strategy, STEPS, _TIMEOUT_S, written), env=env
+            rank, train, args=(self._case.strategy, STEPS, _TIMEOUT_S, written), env=env
         )
 
     # ------------------------------------------------------------------ the moment
 
-    def _reach_the_moment(self) -> Hit | None:
-        """The process that stopped at the cell's moment; everything is as it was until it is released."""
-        moments, moment = self._cluster.moments, self._cell.moment
-        first = self._workers[(self._cell.victims or (1,))[0]].process
-        if self._cell.fault is Fault.OLDER_STATE and not self._copy_state(first):
+    def _wait_for_the_moment(self) -> Hit | None:
+        """The process that stopped at the case's moment; everything is as it was until it is released."""
+        moments, moment = self._cluster.moments, self._case.moment
+        first = self._workers[(self._case.victims or (1,))[0]].process
+        if self._case.fault is Fault.OLDER_STATE and not self._copy_state(first):
             return None
         moments.arm(self._cluster.slot_of(first), Moment.BETWEEN_STEPS, version=FATAL)
         if (hit := self._wait("version", _START_S)) is None or moment is Moment.BETWEEN_STEPS:
-            self._keep_a_checkpoint()
+            self._save_a_checkpoint()
             return hit
-        self._keep_a_checkpoint()
-        place = {Moment.DECISION: self._cluster.process("coordinator"), Moment.CHECKPOINT: self._shard}.get(
+        self._save_a_checkpoint()
+        process = {Moment.DECISION: self._cluster.process("coordinator"), Moment.CHECKPOINT: self._shard}.get(
             moment, first
         )
-        moments.arm(self._cluster.slot_of(place), moment)
+        moments.arm(self._cluster.slot_of(process), moment)
         if moment is Moment.CHECKPOINT:
             self._save = self._cluster.begin_command("checkpoint", "save", self._written, "--timeout-s", "30")
         hit.release()
@@ -162,7 +164,7 @@ class Scene:
         self._cluster.moments.arm(self._cluster.slot_of(first), Moment.BETWEEN_STEPS, version=EARLIER)
         if (hit := self._wait("an earlier version", _START_S)) is None:
             return False
-        self._copy = state_files.copy(self._cluster.process("coordinator"), self._cluster.state)
+        self._older = state_files.copy(self._cluster.process("coordinator"), self._cluster.state)
         hit.release()
         return True
 
@@ -176,72 +178,47 @@ class Scene:
             self._outcome.problems.append(f"the moment was not reached: {what}")
         return hit
 
-    def _keep_a_checkpoint(self) -> None:
-        if self._cell.restores and not self._outcome.problems:
-            self._cluster.command("checkpoint", "save", self._kept)
+    def _save_a_checkpoint(self) -> None:
+        if self._case.restores and not self._outcome.problems:
+            self._cluster.command("checkpoint", "save", self._saved)
 
     # ------------------------------------------------------------------ the fault
 
     def _strike(self, hit: Hit) -> None:
         self._dealt = time.monotonic()
-        fault = self._cell.fault
-        struck = [self._workers[rank].process for rank in self._cell.victims]
-        if Target.COORDINATOR in self._cell.struck:
+        fault, seconds = self._case.fault, self._case.strike.seconds
+        struck = [self._workers[rank].process for rank in self._case.victims]
+        if Victim.COORDINATOR in self._case.struck:
             struck.append(self._cluster.process("coordinator"))
-        if Target.SHARD in self._cell.struck:
+        if Victim.SHARD in self._case.struck:
             struck.append(self._shard)
-        if fault is Fault.SIGKILL or fault in OF_THE_STATE:
-            self._kill(struck, hit)
-        elif fault in STOPS_S:
-            self._stop(struck, hit, STOPS_S[fault])
+        if fault is Fault.FREEZE or fault in ON_THE_WIRE:
+            other = self._cluster.process("shard", 1) if struck[0] is self._shard else self._shard
+            self._driver.last(fault, struck, seconds, release=hit.release, other=other)
         else:
-            for process in struck:
-                if fault is Fault.CUT:
-                    other = self._cluster.process("shard", 1) if process is self._shard else self._shard
-                    self._cluster.cut(DISTURBANCES[fault], process, other)
-                else:
-                    self._cluster.disturb(DISTURBANCES[fault], process)
-            hit.release()
-            time.sleep(DISTURBANCES[fault].heals_after_s)
+            self._kill(struck, hit)
         self._healed = time.monotonic()
 
-    def _stop(self, struck: Iterable[Child], hit: Hit, seconds: float) -> None:
-        for process in struck:
-            process.send_signal(signal.SIGSTOP)
-        hit.release()
-        time.sleep(seconds)
-        for process in struck:
-            process.send_signal(signal.SIGCONT)
-
-    def _kill(self, struck: Iterable[Child], hit: Hit) -> None:
-        if self._cell.fault is Fault.FAILING_DISK:
-            state_files.cannot_write(struck[0])
-            struck[0].was_signalled = True
-            hit.release()
-        else:
-            for process in struck:
-                process.send_signal(signal.SIGKILL)
-        if [process for process in struck if process.wait(5.0) is None]:
-            self._outcome.problems.append("it runs on")
-        if self._cell.fault is Fault.OLDER_STATE:
-            state_files.put_back(self._copy, self._cluster.state)
-        elif self._cell.fault is Fault.LOST_JOURNAL:
-            state_files.cut_journal(self._cluster.state, seed=len(self._cell.name))
-        hit.release()
-        if Target.COORDINATOR in self._cell.struck:
+    def _kill(self, struck: Sequence[Child], hit: Hit) -> None:
+        try:
+            seed = len(self._case.name)
+            self._driver.end(self._case.fault, struck, release=hit.release, older=self._older, seed=seed)
+        except AxonError as error:
+            self._outcome.problems.append(str(error))
+        if Victim.COORDINATOR in self._case.struck:
             self._cluster.restart("coordinator")
-        if Target.SHARD in self._cell.struck:
+        if Victim.SHARD in self._case.struck:
             self._cluster.restart("shard", 0)
-        if self._cell.restores:
-            self._cluster.command("checkpoint", "restore", self._kept, "--timeout-s", "30")
-        for node in {self._node(rank) for rank in self._cell.victims}:
+        if self._case.restores:
+            self._cluster.command("checkpoint", "restore", self._saved, "--timeout-s", "30")
+        for node in {self._node(rank) for rank in self._case.victims}:
             self._replace(node)
 
     # ------------------------------------------------------------------ what comes of it
 
     def _node(self, rank: int) -> tuple[int, ...]:
         """The workers that fail and are started together."""
-        return (rank // 2 * 2, rank // 2 * 2 + 1) if self._cell.hybrid else (rank,)
+        return (rank // 2 * 2, rank // 2 * 2 + 1) if self._case.hybrid else (rank,)
 
     def _replace(self, node: Sequence[int]) -> None:
         """End what is left of a node's workers and start all of them again, as a launcher does."""
@@ -253,7 +230,7 @@ class Scene:
             self._start(rank)
 
     def _watch(self) -> None:
-        """Until every worker has ended, or nobody has got on for too long."""
+        """Until every worker has ended, or none has got on for too long."""
         running = set(self._workers)
         while running:
             ended = wait_for_any([self._workers[rank].process for rank in running], time.monotonic() + _LOOK_S)
@@ -276,7 +253,7 @@ class Scene:
 
     def _may_restart(self, rank: int) -> bool:
         """Whether a worker that ended with an error is started again: a node that fails as a whole."""
-        return self._cell.hybrid and bool(self._cell.victims) and self._outcome.restarts < _MOST_RESTARTS
+        return self._case.hybrid and bool(self._case.victims) and self._outcome.restarts < _MOST_RESTARTS
 
     def _judge(self) -> None:
         """Compare with what is promised."""
@@ -297,7 +274,7 @@ class Scene:
             if waited_s > PATIENCE_S:
                 problems.append(f"late: worker {rank} waited {waited_s:.1f} s after the fault had healed")
             failed = [a.reason for r, a in attempts if r == rank and not a.committed]
-            if self._cell.most_aborts is not None and len(failed) > self._cell.most_aborts:
+            if self._case.most_aborts is not None and len(failed) > self._case.most_aborts:
                 problems.append(f"lost: {len(failed)} attempts of worker {rank} did not commit: {'; '.join(failed)}")
         if len(values) == len(self._workers):
             problems += wrong_bits(attempts, values)
@@ -323,13 +300,13 @@ def _last_line(error: str) -> str:
     return next((line for line in reversed(lines) if line.startswith("axon_ps.errors.")), lines[-1])
 
 
-def _waited(attempts: Iterable[Attempt], healed: float) -> float:
+def _waited(attempts: Iterable[ExactAttempt], healed: float) -> float:
     """From healing to the next committed step; 0 when all were committed before."""
     return min((a.ended - healed for a in attempts if a.committed and a.ended >= healed), default=0.0)
 
 
-def wrong_bits(attempts: Iterable[tuple[int, Attempt]], found: dict[int, Values]) -> list[str]:
-    """What differs between workers, and from plain torch over the ranks that took part in each committed step."""
+def wrong_bits(attempts: Iterable[tuple[int, ExactAttempt]], found: dict[int, Values]) -> list[str]:
+    """The differences between workers, and from plain torch over the ranks that took part in each committed step."""
     problems, participated = [], {}
     for rank, a in sorted(attempts, key=lambda pair: pair[1].ended):
         if a.committed and a.version != a.became - 1:
@@ -348,6 +325,6 @@ def wrong_bits(attempts: Iterable[tuple[int, Attempt]], found: dict[int, Values]
     return problems
 
 
-def as_json(outcome: Outcome) -> dict[str, object]:
+def as_json(outcome: CaseOutcome) -> dict[str, object]:
     """For the results file."""
     return dataclasses.asdict(outcome)

@@ -22,8 +22,8 @@ import axon_ps
 from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing.cluster import COORDINATOR
+from axon_ps_lab.campaigns.exact_model import Linear, integers
 from axon_ps_lab.faults.failover import FailoverCluster
-from parity_model import Linear, integers
 
 NUMEL, RATE = 1000, 2.0**-12
 PAUSE_S = 0.02
@@ -66,18 +66,18 @@ def last_version(directory: Path) -> float:
 
 
 def plain(replicas: list[int]) -> np.ndarray[Any, Any]:
-    """What plain torch makes of it."""
+    """The weight that plain torch computes."""
     model = Linear(NUMEL)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step, count in enumerate(replicas):
         optimizer.zero_grad()
-        sum(model(integers(step, r)) / count for r in range(count)).backward()  # type: ignore[union-attr]
+        sum(model(integers(step, r)) / count for r in range(count)).backward()
         optimizer.step()
     return model.weight.detach().numpy().copy()
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """One call of `optimizer.step()`."""
 
     at_s: float
@@ -87,10 +87,10 @@ class Step:
 
 
 def steps_of(directory: Path, rank: int) -> list[tuple[float, int, bool, int]]:
-    """What a worker has written so far: when, version, committed, replicas."""
+    """The notes of a worker so far: when, version, committed, replicas."""
     path = directory / f"rank-{rank}"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [tuple(json.loads(line)) for line in lines]  # type: ignore[misc]
+    return [tuple(json.loads(line)) for line in lines]
 
 
 def until(condition: Callable[[], Any], within_s: float = 40.0) -> Any:
@@ -102,7 +102,7 @@ def until(condition: Callable[[], Any], within_s: float = 40.0) -> Any:
     return found
 
 
-class Job:
+class FailoverJob:
     """The workers of a `FailoverCluster`.
 
     Args:
@@ -118,9 +118,9 @@ class Job:
         self._workers = cluster.start_workers(train, args=(directory,), env=env)
         self.until(lambda: len(self.steps()) > 5)
 
-    def steps(self, rank: int = 0) -> list[Step]:
+    def steps(self, rank: int = 0) -> list[TimedStep]:
         """Those of a worker so far."""
-        return [Step(*step) for step in steps_of(self._directory, rank)]
+        return [TimedStep(*step) for step in steps_of(self._directory, rank)]
 
     def until(self, true: Callable[[], bool]) -> None:
         """Wait for what other processes do; a worker that ends fails the test."""
@@ -144,7 +144,7 @@ class Job:
         self.until(lambda: len(self.steps()) > seen + 5)
         return self.gap_s(since_s)
 
-    def finish(self) -> tuple[list[list[Step]], list[Any]]:
+    def finish(self) -> tuple[list[list[TimedStep]], list[Any]]:
         """Have all workers stop at one version; the steps and the values of each."""
         beside = self._directory / "stop.new"
         beside.write_text(str(self.steps()[-1].version + 30))
@@ -157,13 +157,13 @@ class Job:
 # ---------------------------------------------------------------------- what may happen to the leader
 
 
-def _another_leads(job: Job, old: int, since_s: float) -> float:
+def _another_leads(job: FailoverJob, old: int, since_s: float) -> float:
     """Wait until another coordinator leads and steps commit again; the time without a commit."""
     job.until(lambda: job.cluster.leader() not in (-1, old))
     return job.goes_on(since_s)
 
 
-def killed(job: Job, seconds: float) -> float:
+def killed(job: FailoverJob, seconds: float) -> float:
     """The leader is killed, and started again later. Returns, as all of these, the longest time without a commit."""
     old, since_s = job.cluster.leader(), time.monotonic()
     job.cluster.kill(COORDINATOR, old)
@@ -172,7 +172,7 @@ def killed(job: Job, seconds: float) -> float:
     return gap_s
 
 
-def frozen(job: Job, seconds: float) -> float:
+def frozen(job: FailoverJob, seconds: float) -> float:
     """The leader is frozen for a while and woken; it finds out that it leads no more."""
     old, since_s = job.cluster.leader(), time.monotonic()
     known = job.cluster.log(COORDINATOR, old).count("standing by: ")
@@ -184,7 +184,7 @@ def frozen(job: Job, seconds: float) -> float:
     return max(gap_s, job.goes_on(since_s))
 
 
-def cut_from_etcd(job: Job, seconds: float) -> float:
+def cut_from_etcd(job: FailoverJob, seconds: float) -> float:
     """The leader is cut off from etcd for a while; what it had sent arrives late."""
     old, since_s = job.cluster.leader(), time.monotonic()
     job.cluster.cut_from_etcd(old, seconds)
@@ -192,7 +192,7 @@ def cut_from_etcd(job: Job, seconds: float) -> float:
     return job.goes_on(since_s, seconds + 2.0)
 
 
-def cut_from_workers(job: Job, seconds: float) -> float:
+def cut_from_workers(job: FailoverJob, seconds: float) -> float:
     """No member of the job reaches the leader, which lives and reaches etcd."""
     old, since_s = job.cluster.leader(), time.monotonic()
     job.cluster.cut_from_members(old, seconds)
@@ -200,18 +200,18 @@ def cut_from_workers(job: Job, seconds: float) -> float:
     return job.goes_on(since_s, seconds + 1.0)
 
 
-def etcd_follower_killed(job: Job, seconds: float) -> float:
+def etcd_follower_killed(job: FailoverJob, seconds: float) -> float:
     """A member of etcd that does not lead the others is killed."""
     leader = job.cluster.etcd.leader()
     return _etcd_killed(job, (leader + 1) % len(job.cluster.etcd.endpoints))
 
 
-def etcd_leader_killed(job: Job, seconds: float) -> float:
+def etcd_leader_killed(job: FailoverJob, seconds: float) -> float:
     """The member of etcd that leads the others is killed."""
     return _etcd_killed(job, job.cluster.etcd.leader())
 
 
-def _etcd_killed(job: Job, member: int) -> float:
+def _etcd_killed(job: FailoverJob, member: int) -> float:
     old, since_s = job.cluster.leader(), time.monotonic()
     job.cluster.etcd.kill(member)
     gap_s = job.goes_on(since_s, ETCD_S)
@@ -219,7 +219,7 @@ def _etcd_killed(job: Job, member: int) -> float:
     return gap_s
 
 
-def etcd_slow_disks(job: Job, seconds: float) -> float:
+def etcd_slow_disks(job: FailoverJob, seconds: float) -> float:
     """The disks of all members of etcd are slow for a while."""
     old, since_s = job.cluster.leader(), time.monotonic()
     with job.cluster.etcd.slow_disks(SLOW_S):
@@ -228,7 +228,7 @@ def etcd_slow_disks(job: Job, seconds: float) -> float:
     return max(gap_s, job.goes_on(time.monotonic()))
 
 
-def etcd_compacted(job: Job, seconds: float) -> float:
+def etcd_compacted(job: FailoverJob, seconds: float) -> float:
     """All of etcd's history is removed, and its files are made anew."""
     old, since_s = job.cluster.leader(), time.monotonic()
     job.cluster.etcd.compact()
@@ -237,7 +237,7 @@ def etcd_compacted(job: Job, seconds: float) -> float:
     return gap_s
 
 
-def etcd_full(job: Job, seconds: float) -> float:
+def etcd_full(job: FailoverJob, seconds: float) -> float:
     """The quota of etcd is used up for a while. Returns the time to the first commit after there is space again."""
     old = job.cluster.leader()
     job.cluster.etcd.fill()
@@ -255,8 +255,8 @@ FAULTS = (killed, frozen, cut_from_etcd, cut_from_workers)
 ETCD_FAULTS = (etcd_slow_disks, etcd_compacted, etcd_full)
 
 
-def check(job: Job) -> int:
-    """Nothing was lost, nothing was written by whoever did not lead; returns how many steps did not commit."""
+def check(job: FailoverJob) -> int:
+    """Nothing was lost, or written by a coordinator that did not lead; returns how many steps did not commit."""
     steps, values = job.finish()
     for each in steps:
         assert [step.version for step in each if step.committed] == list(range(1, each[-1].version + 1))

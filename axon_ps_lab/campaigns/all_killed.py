@@ -1,12 +1,12 @@
 """Everything killed at once, again and again: `make lab NAME=all-killed`.
 
-    python tests/faults/all_killed.py [--kills 20] [--seed 1] [--state sqlite|memory]
+    python -m axon_ps_lab.campaigns.all_killed [--kills 20] [--seed 1] [--state sqlite|memory]
 
 The supervisor here does what systemd or a restart policy of containers does: it runs one `axon-ps run` command, and
 when that is gone it runs the same again. At moments drawn from the seed it stops the launcher, the coordinator, the
 shard servers and the workers, and kills them all (-9). In some lives it also damages the newest checkpoint. Promised,
 and checked after every life: the job begins at the newest checkpoint that is complete and unaltered, and the log names
-the one that is not; in the end the parameters have the bits of a run that nothing happened to.
+the altered one; in the end the parameters have the bits of a run that nothing happened to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from axon_ps.observe.moments import Moment
 from axon_ps.storage.contents import verify
 from axon_ps.storage.manifest import Manifest, list_checkpoints
 
-HERE = Path(__file__).parent
 LIFE_S = 400.0
 """The longest that a life may last."""
 
@@ -120,7 +119,7 @@ def damage(directory: Path, how: str, choice: random.Random) -> None:
 
 @dataclass
 class Life:
-    """What happens in one life of the job."""
+    """One life of the job."""
 
     moment: str
     delay_s: float = 0.0
@@ -141,7 +140,7 @@ def lives(kills: int, seed: int) -> Iterator[Life]:
 
 @dataclass
 class Result:
-    """What a supervised job did.
+    """The deeds of a supervised job.
 
     Attributes:
         digest: of the parameters at its end.
@@ -195,10 +194,10 @@ class Supervisor:
                 "--checkpoint-limit",
                 str(LIMIT),
             ),
-            *("--plugins", "all_killed", str(script), str(self._notes), str(steps), str(step_s)),
+            *("--plugins", "axon_ps_lab.campaigns.all_killed", str(script), str(self._notes), str(steps), str(step_s)),
         ]
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith("AXON_PS_")}
-        path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+        path = os.pathsep.join(filter(None, sys.path))
         self._environment |= {"PYTHONPATH": path, "AXON_PS_LOG_LEVEL": "INFO", STOPPED: str(directory / "stopped")}
 
     def run(self, kills: Sequence[Life]) -> Result:
@@ -333,11 +332,11 @@ def main() -> int:
     parser.add_argument("--state", choices=("sqlite", "memory"), action="append")
     options = parser.parse_args()
     wrong: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="all-killed-") as place:
+    with tempfile.TemporaryDirectory(prefix="all-killed-") as folder:
         steps = STEPS_PER_LIFE * (options.kills + 1)
-        expected = undisturbed(Path(place, "undisturbed"), steps=steps)
+        expected = undisturbed(Path(folder, "undisturbed"), steps=steps)
         for state in options.state or ("sqlite", "memory"):
-            directory = Path(place, state)
+            directory = Path(folder, state)
             directory.mkdir()
             result = Supervisor(directory, state, options.seed, steps=steps).run(
                 list(lives(options.kills, options.seed))

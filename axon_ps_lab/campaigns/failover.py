@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from axon_ps.testing import preloaded
+from axon_ps_lab import report
+from axon_ps_lab.campaigns.failover_job import (
+    ETCD_FAULTS,
+    FAULTS,
+    FailoverJob,
+    check,
+    etcd_follower_killed,
+    etcd_leader_killed,
+)
 from axon_ps_lab.faults.cluster import MODULES
 from axon_ps_lab.faults.failover import FailoverCluster
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from axon_ps_lab import report
-from failover_job import ETCD_FAULTS, FAULTS, Job, check, etcd_follower_killed, etcd_leader_killed
 
 PRELOADED = ("torch", "axon_ps.parallel", "axon_ps.worker.world", *MODULES)
 PROMISED_S = 5.0
@@ -34,24 +37,24 @@ LEASE_S = 1.5
 QUOTA_BYTES = 64 << 20
 
 
-Fault = Callable[[Job, float], float]
+LeaderFault = Callable[[FailoverJob, float], float]
 
 
 @dataclass
 class Times:
-    """The gaps of one fault, and for how long the machine let nobody run meanwhile."""
+    """The gaps of one fault, and for how long the machine let no process run meanwhile."""
 
     gaps: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
 
 
-def measure(faults: Sequence[Fault], away_s: float, times: dict[str, Times]) -> int:
+def measure(faults: Sequence[LeaderFault], away_s: float, times: dict[str, Times]) -> int:
     """Have them happen to a job, one after the other; how many steps did not commit."""
     with (
         tempfile.TemporaryDirectory() as directory,
         FailoverCluster(shards=2, world_size=2, lease_s=LEASE_S, quota_bytes=QUOTA_BYTES) as cluster,
     ):
-        job = Job(cluster, Path(directory))
+        job = FailoverJob(cluster, Path(directory))
         for fault in faults:
             cluster.take_stall()
             of = times.setdefault(fault.__name__, Times())

@@ -5,7 +5,7 @@ Cells: loaders with 0, 1 and 4 workers x fork, spawn and forkserver x FSDP, DDP 
 two ranks; each rank does half of the runs. A run is well when every batch is right, every step done and no process
 left. Besides, a worker of a loader is killed in every kind and start method, and forks of a program try everything.
 
-    python tests/faults/loader_runs.py [--runs 20] [--kind fsdp] [--method fork]
+    python -m axon_ps_lab.campaigns.loaders [--runs 20] [--kind fsdp] [--method fork]
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-
-import loader_worker
 from axon_ps.testing import LocalCluster, preloaded
+from axon_ps_lab.campaigns import loader_worker
 
 MEMORY = {"shared memory": {}, "gRPC only": loader_worker.WITHOUT_SHARED_MEMORY}
 RANKS = 2
 _LIMIT_S = 1800.0
 
 
-def cells_of(kind: str, methods: Sequence[str], times: int) -> bool:
+def cases_of(kind: str, methods: Sequence[str], times: int) -> bool:
     """All cells of one kind; whether all of them went well."""
     good = True
-    cells = [*([(0, "fork")] if "fork" in methods else []), *((n, method) for n in (1, 4) for method in methods)]
+    cases = [*([(0, "fork")] if "fork" in methods else []), *((n, method) for n in (1, 4) for method in methods)]
     for memory, environment in MEMORY.items():
         begun = time.monotonic()
         with LocalCluster(shards=1, world_size=RANKS, lease_s=30.0) as cluster:
-            args = (kind, cells, -(-times // RANKS))
+            args = (kind, cases, -(-times // RANKS))
             results = cluster.run_workers(
                 loader_worker.runs, args=args, env=environment, timeout_s=_LIMIT_S, check=False
             )
-        well = {cell: sum((r.value or {}).get(f"{cell[0]} {cell[1]}", 0) for r in results) for cell in cells}
+        well = {case: sum((r.value or {}).get(f"{case[0]} {case[1]}", 0) for r in results) for case in cases}
         for (workers, method), count in well.items():
             print(f"{kind:5} {memory:14} {workers} workers {method:11} {count:3} of {times}", flush=True)
         print(f"      {time.monotonic() - begun:.0f} s", *(r.error for r in results if r.error), flush=True)
@@ -52,9 +50,9 @@ def deaths_of(kind: str, methods: Sequence[str]) -> bool:
     for method in methods:
         with LocalCluster(shards=1) as cluster:
             (result,) = cluster.run_workers(loader_worker.killed, args=(kind, method), timeout_s=300.0, check=False)
-        told = result.value or result.error
-        print(f"{kind:5} a loader worker is killed  {method:11} {told.splitlines()[0]}", flush=True)
-        good &= told.startswith("DataLoader worker (pid")
+        message = result.value or result.error
+        print(f"{kind:5} a loader worker is killed  {method:11} {message.splitlines()[0]}", flush=True)
+        good &= str(message).startswith("DataLoader worker (pid")
     return good
 
 
@@ -62,10 +60,12 @@ def refusals() -> bool:
     """A program whose forks try everything and end as programs do."""
     with LocalCluster(shards=1) as cluster:
         (result,) = cluster.run_workers(Path(loader_worker.__file__), timeout_s=300.0)
-    told = json.loads(result.output.splitlines()[-1])
-    for what, message in told.items():
+    messages: dict[str, str] = json.loads(result.output.splitlines()[-1])
+    for what, message in messages.items():
         print(f"fork  {what:20} {message[:60] or 'nothing'}", flush=True)
-    return sum(message.startswith("Misuse") for message in told.values()) == len(told) - len(loader_worker.HARMLESS)
+    return sum(message.startswith("Misuse") for message in messages.values()) == len(messages) - len(
+        loader_worker.HARMLESS
+    )
 
 
 def main() -> int:
@@ -79,7 +79,7 @@ def main() -> int:
         good = refusals()
         for kind in options.kind or loader_worker.KINDS:
             methods = options.method or loader_worker.METHODS
-            good &= cells_of(kind, methods, options.runs)
+            good &= cases_of(kind, methods, options.runs)
             good &= deaths_of(kind, methods)
     print("all well" if good else "NOT all well")
     return 0 if good else 1

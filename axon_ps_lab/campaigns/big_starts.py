@@ -3,9 +3,9 @@
 What a shard server does with GiBs (allocating, hashing, mapping, freeing them) must not stand between it and its
 heartbeats. Each start is `axon-ps run` with a model of so many parameters in eight units, until two steps are
 committed; busy loops take the processors beside it. The table has, for each replication: starts, those that trained,
-leases that were lost, seconds to the first commit, and what held an event loop longest (`tests/watchdog`).
+leases that were lost, seconds to the first commit, and what held an event loop longest (`axon_ps_lab.watchdog`).
 
-    python tests/faults/big_starts.py [--parameters 537e6 1e9] [--replication 1 2] [--shards 2] [--busy 3] [--starts 10]
+    python -m axon_ps_lab.campaigns.big_starts [--parameters 537e6 1e9] [--replication 1 2] [--shards 2] [--starts 10]
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "watchdog"))
-
-import loop_watchdog
 from axon_ps.host.memory import available_bytes
+from axon_ps_lab.watchdog import loop_watchdog
 
 UNITS = 8
 STEPS = 2
@@ -134,8 +132,10 @@ def row(parameters: int, copies: int, starts: Sequence[Start], records: Path) ->
     """The line of the table."""
     firsts = [s.first_s for s in starts if s.first_s is not None]
     first = f"{min(firsts):.0f} to {max(firsts):.0f}" if firsts else "never"
-    holds = loop_watchdog.found(records)
-    longest = f"{holds[0].held_s * 1e3:.0f} ms {holds[0].where}" if holds else "none of 50 ms"
+    slow_callbacks = loop_watchdog.found(records)
+    longest = (
+        f"{slow_callbacks[0].held_s * 1e3:.0f} ms {slow_callbacks[0].where}" if slow_callbacks else "none of 50 ms"
+    )
     counts = f"{len(starts):6} {sum(s.trained for s in starts):7} {sum(s.lost for s in starts):4}"
     return f"{parameters / 1e6:9.0f}M {copies:6} {counts} {first:>15}  {longest}"
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 import axon_ps
 from axon_ps.parallel import AdamW, DistributedDataParallel, FullyShardedDataParallel
-from loader_rows import BATCH, BATCHES, Rows
+from axon_ps_lab.campaigns.loader_rows import BATCH, BATCHES, Rows
 
 METHODS = ("fork", "spawn", "forkserver")
 KINDS = ("fsdp", "ddp", "axon")
@@ -39,7 +39,7 @@ Step = Callable[[Tensor], None]
 
 @contextmanager
 def trainer(kind: str) -> Iterator[Step]:
-    """What does one training step with a batch."""
+    """Yield a function that does one training step with a batch."""
     torch.manual_seed(0)
     module = nn.Linear(4, 300)
     if kind == "axon":
@@ -106,12 +106,12 @@ def wait_for_no_children() -> None:
         time.sleep(0.01)
 
 
-def runs(kind: str, cells: list[tuple[int, str]], times: int) -> dict[str, int]:
+def runs(kind: str, cases: list[tuple[int, str]], times: int) -> dict[str, int]:
     """Train from a new loader `times` times for each (workers, start method); how many runs of each went well."""
     multiprocessing.set_forkserver_preload(["torch"])
     well: dict[str, int] = {}
     with trainer(kind) as step:
-        for workers, method in cells:
+        for workers, method in cases:
             for _ in range(times):
                 epoch(loader(workers, method), step)
                 wait_for_no_children()
@@ -171,7 +171,7 @@ def outlived() -> float:
 
 
 def in_a_fork(what: Callable[[], Any]) -> str:
-    """What `what` raises in a fork of this process, which then ends in order; "" when it raises nothing."""
+    """The error that `what` raises in a fork of this process, which then ends in order; "" when it raises none."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -201,7 +201,7 @@ def in_a_fork(what: Callable[[], Any]) -> str:
 
 
 def refusals() -> dict[str, str]:
-    """What forks of a worker are told, by what they try."""
+    """The errors that forks of a worker get, by what they try."""
     world = axon_ps.World.init()
     replicated = DistributedDataParallel(nn.Linear(4, 4), world.default_group)
     model = FullyShardedDataParallel(nn.Linear(4, 300), world.default_group)
@@ -234,15 +234,15 @@ def refusals() -> dict[str, str]:
         "leave a block": leave_a_block,
         "drop everything": drop_everything,
     }
-    told = {}
+    messages = {}
     assert set(HARMLESS) < set(tries)
     for what, call in tries.items():
         model(batch).sum().backward()  # the loop is busy with what was pushed
-        told[what] = in_a_fork(call)
+        messages[what] = in_a_fork(call)
         assert optimizer.step().committed
         optimizer.zero_grad()
     world.close()
-    return told
+    return messages
 
 
 if __name__ == "__main__":

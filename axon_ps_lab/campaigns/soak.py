@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import statistics
 import sys
 import time
@@ -33,34 +32,29 @@ from axon_ps.storage.export import export_model
 from axon_ps.storage.manifest import read_manifest
 from axon_ps.testing import preloaded
 from axon_ps.testing.workers import WorkerProcess
+from axon_ps_lab.campaigns.case import PRELOADED
+from axon_ps_lab.campaigns.exact_model import LR, ExactAttempt, Mix, MixChain, data
+from axon_ps_lab.campaigns.grid import LEASE_S, PATIENCE_S, Strike, Victim
 from axon_ps_lab.faults import FaultyCluster, Hit, Moment
-from axon_ps_lab.faults.proxy import Disturbance, Kind
-from fault_cell import PRELOADED
-from fault_grid import LEASE_S, PATIENCE_S, Fault, Target
-from fault_model import LR, Attempt, Chain, Mix, data
+from axon_ps_lab.faults.driver import Driver, nothing_stopped
+from axon_ps_lab.faults.fault import Fault
+from axon_ps_lab.faults.notes import Notes
 
 WORKERS, SHARDS, ENOUGH = 3, 2, 2
 VERIFY_EVERY = 50
-PACE_S = 0.02
+PAUSE_S = 0.02
 WEIGHED_EVERY = 5
 HANG_S = PATIENCE_S + 30.0
 """After healing; a job that is merely late is counted, and the soak goes on."""
 
-DISTURBANCES = {
-    Fault.RESET: Disturbance(kind=Kind.RESET),
-    Fault.HALF_CLOSE: Disturbance(kind=Kind.HALF_CLOSE),
-    Fault.BLACK_HOLE: Disturbance(kind=Kind.BLACK_HOLE, seconds=1.5 * LEASE_S),
-    Fault.DELAY: Disturbance(kind=Kind.DELAY, seconds=0.3),
-    Fault.RESETS: Disturbance(kind=Kind.RESETS, seconds=0.5),
-}
-STOPS_S = {Fault.STOP_SHORT: 0.3 * LEASE_S, Fault.STOP_LONG: 1.5 * LEASE_S}
-"""As in the grid, but short: what matters here is their number."""
-
 WEIGHTS = {
-    Fault.SIGKILL: 3, Fault.STOP_SHORT: 4, Fault.STOP_LONG: 2, Fault.RESET: 6,
-    Fault.HALF_CLOSE: 4, Fault.BLACK_HOLE: 1, Fault.DELAY: 3, Fault.RESETS: 2,
+    Strike(Fault.KILL): 3, Strike(Fault.FREEZE, 0.3 * LEASE_S): 4, Strike(Fault.FREEZE, 1.5 * LEASE_S): 2,
+    Strike(Fault.RESET): 6, Strike(Fault.HALF_CLOSE): 4, Strike(Fault.BLACK_HOLE, 1.5 * LEASE_S): 1,
+    Strike(Fault.DELAY, 0.3): 3, Strike(Fault.RESETS, 0.5): 2,
 }  # fmt: skip
-PLACES = (Moment.GATHER, Moment.FORWARD, Moment.BACKWARD, Moment.PUSH, Moment.VOTE, Moment.BETWEEN_STEPS)
+"""The faults and how frequent they are: as in the grid, but short, since their number matters here."""
+
+MOMENTS = (Moment.GATHER, Moment.FORWARD, Moment.BACKWARD, Moment.PUSH, Moment.VOTE, Moment.BETWEEN_STEPS)
 
 
 def train(strategy: str, written: Path) -> None:
@@ -68,7 +62,7 @@ def train(strategy: str, written: Path) -> None:
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=120.0) as world, open(written, "a", encoding="utf-8") as file:
         model = parallel.FSDP(
-            Chain(),
+            MixChain(),
             world.default_group,
             sharding_strategy=parallel.ShardingStrategy[strategy],
             unit_types={Mix},
@@ -81,7 +75,7 @@ def train(strategy: str, written: Path) -> None:
             ranks = tuple(m.rank for m in world.membership.workers)
             result = optimizer.step()
             optimizer.zero_grad()
-            attempt = Attempt(
+            attempt = ExactAttempt(
                 version=version,
                 ended=time.monotonic(),
                 committed=result.committed,
@@ -91,7 +85,7 @@ def train(strategy: str, written: Path) -> None:
             )
             file.write(json.dumps(asdict(attempt)) + "\n")
             file.flush()
-            time.sleep(PACE_S)
+            time.sleep(PAUSE_S)
 
 
 class Oracle:
@@ -99,10 +93,10 @@ class Oracle:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self.model = Chain()
+        self.model = MixChain()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         self.version = 0
-        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+        self._saved: dict[int, dict[str, torch.Tensor]] = {}
 
     def step(self, ranks: tuple[int, ...]) -> None:
         for rank in ranks:
@@ -114,12 +108,12 @@ class Oracle:
         self.optimizer.zero_grad()
         self.version += 1
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """This version may be restored."""
-        self._kept = {self.version: {n: v.clone() for n, v in self.model.state_dict().items()}}
+        self._saved = {self.version: {n: v.clone() for n, v in self.model.state_dict().items()}}
 
     def restore(self, version: int) -> None:
-        self.model.load_state_dict(self._kept[version])
+        self.model.load_state_dict(self._saved[version])
         self.version = version
 
     def differs(self, values: dict[str, Any]) -> int:
@@ -129,7 +123,7 @@ class Oracle:
 
 @dataclass(kw_only=True)
 class Facts:
-    """What the soak is about."""
+    """The observations of a soak."""
 
     to_commit_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     late: list[str] = field(default_factory=list)
@@ -154,12 +148,12 @@ class Soak:
         self._half = faults // 2
         self._workers: dict[int, WorkerProcess] = {}
         self._files: list[Path] = []
-        self._read: dict[Path, int] = {}
-        self._took_part: dict[int, tuple[int, ...]] = {}
+        self._notes, self._driver = Notes(), Driver(cluster)
+        self._participants: dict[int, tuple[int, ...]] = {}
         self._oracle = Oracle()
-        self._kept = ""
+        self._saved = ""
         self._faults = 0
-        self._told = 0
+        self._printed = 0
         self._all_committed = 0.0  # when the newest step of all workers was committed
         self.facts = Facts()
         for rank in range(WORKERS):
@@ -172,26 +166,19 @@ class Soak:
 
     # ------------------------------------------------------------------ what happened
 
-    def _attempts(self) -> list[Attempt]:
-        """Those written since we last looked, in time order."""
-        found = []
-        for path in self._files:
-            if path.exists():
-                with open(path, "rb") as file:
-                    file.seek(self._read.get(path, 0))
-                    lines = file.read().split(b"\n")
-                self._read[path] = self._read.get(path, 0) + sum(len(line) + 1 for line in lines[:-1])
-                found += [Attempt(**json.loads(line)) for line in lines[:-1]]
+    def _attempts(self) -> list[ExactAttempt]:
+        """Those written since the last call, in time order."""
+        found = [ExactAttempt(**note) for path in self._files for note in self._notes.new(path)]
         return sorted(found, key=lambda a: a.ended)
 
     def commit_since(self, moment: float, limit_s: float) -> float:
-        """When somebody committed a step that ended after `moment`; 0 when nobody did for `limit_s` seconds."""
+        """When somebody committed a step that ended after `moment`; 0 when none did for `limit_s` seconds."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             first = 0.0
             for a in self._attempts():
                 if a.committed:
-                    self._took_part[a.became - 1] = tuple(a.ranks)
+                    self._participants[a.became - 1] = tuple(a.ranks)
                     if len(a.ranks) == WORKERS:
                         self._all_committed = max(self._all_committed, a.ended)
                     if a.version != a.became - 1:
@@ -216,16 +203,16 @@ class Soak:
         """One fault; False when the job did not go on."""
         self._faults += 1
         what = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        who = self._chance.choice([Target.WORKER, Target.WORKER, Target.SHARD, Target.COORDINATOR, Target.BOTH])
-        if who is Target.SHARD and what is Fault.SIGKILL and self._chance.random() < 0.8:
-            who = Target.WORKER  # a restore takes a second; its oracle must go back
+        who = self._chance.choice([Victim.WORKER, Victim.WORKER, Victim.SHARD, Victim.COORDINATOR, Victim.BOTH])
+        if who is Victim.SHARD and what.fault is Fault.KILL and self._chance.random() < 0.8:
+            who = Victim.WORKER  # a restore takes a second; its oracle must go back
         victim = self._chance.randrange(WORKERS)
-        if what is Fault.SIGKILL and self._faults > self._half:
+        if what.fault is Fault.KILL and self._faults > self._half:
             who, victim = (
-                (who if who is Target.SHARD else Target.WORKER),
-                (0 if who is Target.SHARD else max(1, victim)),
+                (who if who is Victim.SHARD else Victim.WORKER),
+                (0 if who is Victim.SHARD else max(1, victim)),
             )
-        name = f"{self._faults}: {who.value} {victim} {what.value}"
+        name = f"{self._faults}: {who.value} {victim} {what.name}"
         hit = self._moment(victim)
         dealt = time.monotonic()
         self._deal(who, what, victim, hit)
@@ -235,7 +222,7 @@ class Soak:
             self._cluster.show_stacks()
             self.facts.problems.append(f"hang: {name}: nothing was committed for {HANG_S:g} s after it healed")
             return False
-        self.facts.to_commit_s[f"{who.value} {what.value}"].append(committed - dealt)
+        self.facts.to_commit_s[f"{who.value} {what.name}"].append(committed - dealt)
         everybody = self._all_commit_since(healed)
         stalled = self._cluster.take_stall() > LEASE_S / 3
         self.facts.not_judged += stalled
@@ -256,56 +243,38 @@ class Soak:
         return waited_s
 
     def _moment(self, victim: int) -> Hit | None:
-        """Somebody who stopped at a random moment; None = now, whatever they do."""
-        place = self._chance.choice([*PLACES, Moment.DECISION])
-        process = self._cluster.process("coordinator") if place is Moment.DECISION else self._workers[victim].process
-        slot = self._cluster.slot_of(process)
-        self._cluster.moments.arm(slot, place)
-        hit = self._cluster.moments.wait(1.0)
-        self._cluster.moments.arm(slot, None)
-        return hit
+        """Return a process that stopped at a random moment; None = none did."""
+        moment = self._chance.choice([*MOMENTS, Moment.DECISION])
+        process = self._workers[victim].process
+        if moment is Moment.DECISION:
+            process = self._cluster.process("coordinator")
+        return self._driver.stop_at(process, moment, 1.0)
 
-    def _deal(self, who: Target, what: Fault, victim: int, hit: Hit | None) -> None:
+    def _deal(self, who: Victim, what: Strike, victim: int, hit: Hit | None) -> None:
         struck: list[Child] = []
-        if who in (Target.WORKER, Target.BOTH):
+        if who in (Victim.WORKER, Victim.BOTH):
             struck.append(self._workers[victim].process)
-        if who in (Target.COORDINATOR, Target.BOTH):
+        if who in (Victim.COORDINATOR, Victim.BOTH):
             struck.append(self._cluster.process("coordinator"))
-        if who is Target.SHARD:
+        if who is Victim.SHARD:
             struck.append(self._cluster.process("shard", victim % SHARDS))
-        if what is Fault.SIGKILL:
-            self._kill(who, victim, struck, hit)
-        elif what in STOPS_S:
-            for process in struck:
-                process.send_signal(signal.SIGSTOP)
-            _release(hit)
-            time.sleep(STOPS_S[what])
-            for process in struck:
-                process.send_signal(signal.SIGCONT)
-        else:
-            for process in struck:
-                self._cluster.disturb(DISTURBANCES[what], process)
-            _release(hit)
-            time.sleep(DISTURBANCES[what].heals_after_s)
-
-    def _kill(self, who: Target, victim: int, struck: list[Child], hit: Hit | None) -> None:
-        for process in struck:
-            process.send_signal(signal.SIGKILL)
-        for process in struck:
-            process.wait(5.0)
-        _release(hit)
-        if who in (Target.COORDINATOR, Target.BOTH):
+        release = nothing_stopped if hit is None else hit.release
+        if what.fault is not Fault.KILL:
+            self._driver.last(what.fault, struck, what.seconds, release=release)
+            return
+        self._driver.end(what.fault, struck, release=release)
+        if who in (Victim.COORDINATOR, Victim.BOTH):
             self._cluster.restart("coordinator")
-        if who in (Target.WORKER, Target.BOTH):
+        if who in (Victim.WORKER, Victim.BOTH):
             self._workers[victim].end()
             self._start(victim)
-        if who is Target.SHARD:
+        if who is Victim.SHARD:
             self.commit_since(time.monotonic(), 0.0)
             self._cluster.restart("shard", victim % SHARDS)
-            self._cluster.command("checkpoint", "restore", self._kept)
-            version = read_manifest(self._kept).version
+            self._cluster.command("checkpoint", "restore", self._saved)
+            version = read_manifest(self._saved).version
             self._oracle.restore(version)
-            self._took_part = {v: ranks for v, ranks in self._took_part.items() if v < version}
+            self._participants = {v: ranks for v, ranks in self._participants.items() if v < version}
 
     # ------------------------------------------------------------------ bits and bytes
 
@@ -316,23 +285,23 @@ class Soak:
         self.commit_since(time.monotonic(), HANG_S)
         version = read_manifest(uri).version
         export_model(uri, f"{uri}.safetensors")
-        missing = [v for v in range(self._oracle.version, version) if v not in self._took_part]
+        missing = [v for v in range(self._oracle.version, version) if v not in self._participants]
         if missing:
             self.facts.problems.append(f"nobody wrote down who took part in {missing[:5]}")
             return
         while self._oracle.version < version:
-            self._oracle.step(self._took_part[self._oracle.version])
+            self._oracle.step(self._participants[self._oracle.version])
         if differ := self._oracle.differs(load_file(f"{uri}.safetensors")):
             self.facts.problems.append(f"wrong bits: {differ} values at version {version}")
-        self._oracle.keep()
-        self._kept = uri
+        self._oracle.save()
+        self._saved = uri
         self.facts.verified += 1
 
-    def tell(self) -> None:
+    def print_problems(self) -> None:
         """Print what was found wrong since the last time; a run is long."""
-        for problem in self.facts.problems[self._told :]:
+        for problem in self.facts.problems[self._printed :]:
             print(f"WRONG: {problem}", flush=True)
-        self._told = len(self.facts.problems)
+        self._printed = len(self.facts.problems)
 
     def _weigh(self) -> None:
         """Note the memory that every process needs."""
@@ -342,11 +311,6 @@ class Soak:
         processes["coordinator"] = self._cluster.process("coordinator")
         for name, process in processes.items():
             self.facts.memory[f"{name} ({process.pid})"].append((self._faults, _private_bytes(process.pid)))
-
-
-def _release(hit: Hit | None) -> None:
-    if hit is not None:
-        hit.release()
 
 
 def _private_bytes(pid: int) -> int:
@@ -411,7 +375,7 @@ def main() -> int:
                     break
                 if number % VERIFY_EVERY == 0 or number == options.faults:
                     soak.verify()
-                    soak.tell()
+                    soak.print_problems()
                     print(f"{number} faults, {(time.monotonic() - began) / 60:.1f} min, {len(soak.facts.late)} late, "
                           f"{len(soak.facts.problems)} wrong", flush=True)  # fmt: skip
         except AxonError as error:

@@ -1,7 +1,7 @@
 """200 random kills of ranks that share memory: `make lab NAME=shm-kills`, about a minute.
 
 Each round forks 2 to 4 ranks, which do collectives and messages on ordinary and on registered arrays, and kills one of
-them, several, or all with SIGKILL, at a random moment from before they met to long after. Whoever is left has to say
+them, several, or all with SIGKILL, at a random moment from before they met to long after. Each survivor has to say
 within a second who died, and afterwards nothing may be left: no file in /dev/shm, no process, no key in the store
 unless its first rank died before it could clear it.
 """
@@ -17,22 +17,21 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-
 from axon_ps.collectives.backends.base import Operation, Request
 from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
 from axon_ps.errors import AxonError
 from axon_ps.types import DType, ReduceOp
-from shm_worker import DirectoryStore, Rank, context
+from axon_ps_lab.campaigns.shm_ranks import DirectoryStore, Rank, context
 
 
-def work(path: str, rank: int, n: int, numel: int, registered: bool, slot_bytes: int, told: Connection) -> None:
+def work(path: str, rank: int, n: int, numel: int, registered: bool, slot_bytes: int, reports: Connection) -> None:
     """Collectives and messages without end; reports the error that ends them."""
     try:
         backend = SharedMemoryBackend(
@@ -44,15 +43,15 @@ def work(path: str, rank: int, n: int, numel: int, registered: bool, slot_bytes:
             backend.run(
                 Request(call=me.call(Operation.ALL_REDUCE, DType.F32, (numel,), op=ReduceOp.MAX), data=data), 20.0
             )
-            turns = [
+            exchanges: list[Callable[[], object]] = [
                 lambda: backend.send(data, DType.F32, (rank + 1) % n, 1, 20.0),
                 lambda: backend.recv(other, DType.F32, (rank - 1) % n, 1, 20.0),
             ]
-            for turn in turns if rank == 0 else reversed(turns):
-                turn()
+            for exchange in exchanges if rank == 0 else reversed(exchanges):
+                exchange()
             backend.run(Request(call=me.call(Operation.BROADCAST, DType.F32, (numel,), root=n - 1), data=data), 20.0)
     except AxonError as error:
-        told.send((type(error).__name__, str(error), time.monotonic()))
+        reports.send((type(error).__name__, str(error), time.monotonic()))
 
 
 def one_round(chance: random.Random) -> str:
@@ -107,10 +106,10 @@ def main() -> int:
     before, wrong = set(os.listdir("/dev/shm")), []
     began = time.monotonic()
     for i in range(arguments.rounds):
-        said = one_round(random.Random(arguments.seed + i))
+        problem = one_round(random.Random(arguments.seed + i))
         left = set(os.listdir("/dev/shm")) - before
-        if said or left:
-            wrong.append({"seed": arguments.seed + i, "what": said, "left in /dev/shm": sorted(left)})
+        if problem or left:
+            wrong.append({"seed": arguments.seed + i, "what": problem, "left in /dev/shm": sorted(left)})
             print(json.dumps(wrong[-1]), flush=True)
     print(
         f"{arguments.rounds} rounds in {time.monotonic() - began:.0f} s, {len(wrong)} went wrong; /dev/shm is as before"
