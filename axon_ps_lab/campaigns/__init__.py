@@ -5,6 +5,7 @@
 - `exact_model`: the model that both train, whose numbers are never rounded, and its oracle.
 - `all_killed`: all processes of a job at once.
 - `failover`, `failover_job`: leaders of coordinators and of etcd.
+- `flips`, `ended_job`: bits of servers' memory that change while a job trains.
 - `loaders`, `shm_kills`, `big_starts`: data loaders, ranks that share memory, and starts of large jobs.
 - `group_soak`: thousands of calls of overlapping groups.
 

@@ -98,21 +98,48 @@ def integers(step: int, replica: int) -> torch.Tensor:
     return torch.randint(-8, 9, (1000,), generator=generator).float()
 
 
+class Oracle:
+    """Plain torch, a step at a time."""
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        torch.set_num_threads(1)
+        self.model = MixChain()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=momentum)
+        self.version = 0
+        self._saved: dict[int, dict[str, torch.Tensor]] = {}
+
+    def step(self, ranks: tuple[int, ...]) -> None:
+        """Make a step in which these ranks take part."""
+        for rank in ranks:
+            self.model(data(self.version, rank)).backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= len(ranks)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.version += 1
+
+    def save(self) -> None:
+        """This version may be restored."""
+        self._saved = {self.version: {n: v.clone() for n, v in self.model.state_dict().items()}}
+
+    def restore(self, version: int) -> None:
+        """Go back to the version that was saved."""
+        self.model.load_state_dict(self._saved[version])
+        self.version = version
+
+    def differs(self, values: dict[str, Any]) -> int:
+        """In how many values."""
+        return sum(int(np.count_nonzero(values[n] != v.numpy())) for n, v in self.model.state_dict().items())
+
+
 @functools.cache
 def expected(steps: tuple[tuple[int, ...], ...]) -> Values:
     """Plain torch: the values after steps, of each of which it says which ranks took part."""
-    torch.set_num_threads(1)
-    model = MixChain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    for version, ranks in enumerate(steps):
-        for rank in ranks:
-            model(data(version, rank)).backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= len(ranks)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.numpy() for name, value in model.state_dict().items()}
+    oracle = Oracle(MOMENTUM)
+    for ranks in steps:
+        oracle.step(ranks)
+    return {name: value.numpy() for name, value in oracle.model.state_dict().items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +169,10 @@ def attempts_in(path: Path) -> list[ExactAttempt]:
     return [ExactAttempt(**json.loads(line)) for line in lines[:-1]]
 
 
-def train(strategy: str, steps: int, timeout_s: float, written: Path) -> Values:
-    """Train to version `steps`; each attempt is written down at once. The final values."""
+def train(
+    strategy: str, steps: float, timeout_s: float, written: Path, momentum: float = MOMENTUM, pause_s: float = 0.0
+) -> Values:
+    """Train to version `steps`, with a pause after each; each attempt is written down at once. The final values."""
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=timeout_s, join_timeout_s=timeout_s) as world:
         model = parallel.FSDP(
@@ -153,7 +182,7 @@ def train(strategy: str, steps: int, timeout_s: float, written: Path) -> Values:
             unit_types={Mix},
             plan_options=PlanOptions(chunk_numel=10_000, min_slice_numel=5_000),
         )
-        optimizer = parallel.SGD(model, lr=LR, momentum=MOMENTUM)
+        optimizer = parallel.SGD(model, lr=LR, momentum=momentum)
         while world.version < steps:
             version = world.version
             model(data(version, world.rank)).backward()
@@ -170,4 +199,5 @@ def train(strategy: str, steps: int, timeout_s: float, written: Path) -> Values:
             )
             with open(written, "a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(attempt)) + "\n")
+            time.sleep(pause_s)
         return {name: value.numpy().copy() for name, value in model.state_dict().items()}

@@ -9,31 +9,25 @@ it took from fault to next commit, and whether the memory of every process that 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import random
 import statistics
 import sys
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from safetensors.numpy import load_file
 
-import axon_ps
-from axon_ps import parallel
 from axon_ps.errors import AxonError
 from axon_ps.host.children import Child
-from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.export import export_model
 from axon_ps.storage.manifest import read_manifest
 from axon_ps.testing import preloaded
 from axon_ps.testing.workers import WorkerProcess
 from axon_ps_lab.campaigns.case import PRELOADED
-from axon_ps_lab.campaigns.exact_model import LR, ExactAttempt, Mix, MixChain, data
+from axon_ps_lab.campaigns.exact_model import ExactAttempt, Oracle, train
 from axon_ps_lab.campaigns.grid import LEASE_S, PATIENCE_S, Strike, Victim
 from axon_ps_lab.faults import FaultyCluster, Hit, Moment
 from axon_ps_lab.faults.driver import Driver, nothing_stopped
@@ -43,6 +37,7 @@ from axon_ps_lab.faults.notes import Notes
 WORKERS, SHARDS, ENOUGH = 3, 2, 2
 VERIFY_EVERY = 50
 PAUSE_S = 0.02
+TIMEOUT_S = 120.0
 WEIGHED_EVERY = 5
 HANG_S = PATIENCE_S + 30.0
 """After healing; a job that is merely late is counted, and the soak goes on."""
@@ -55,70 +50,6 @@ WEIGHTS = {
 """The faults and how frequent they are: as in the grid, but short, since their number matters here."""
 
 MOMENTS = (Moment.GATHER, Moment.FORWARD, Moment.BACKWARD, Moment.PUSH, Moment.VOTE, Moment.BETWEEN_STEPS)
-
-
-def train(strategy: str, written: Path) -> None:
-    """Train without end; every attempt is written down."""
-    torch.set_num_threads(1)
-    with axon_ps.World.init(timeout_s=120.0) as world, open(written, "a", encoding="utf-8") as file:
-        model = parallel.FSDP(
-            MixChain(),
-            world.default_group,
-            sharding_strategy=parallel.ShardingStrategy[strategy],
-            unit_types={Mix},
-            plan_options=PlanOptions(chunk_numel=10_000, min_slice_numel=5_000),
-        )
-        optimizer = parallel.SGD(model, lr=LR)
-        while True:
-            version = world.version
-            model(data(version, world.rank)).backward()
-            ranks = tuple(m.rank for m in world.membership.workers)
-            result = optimizer.step()
-            optimizer.zero_grad()
-            attempt = ExactAttempt(
-                version=version,
-                ended=time.monotonic(),
-                committed=result.committed,
-                became=result.version,
-                ranks=ranks,
-                reason=result.reason,
-            )
-            file.write(json.dumps(asdict(attempt)) + "\n")
-            file.flush()
-            time.sleep(PAUSE_S)
-
-
-class Oracle:
-    """Plain torch, a step at a time."""
-
-    def __init__(self) -> None:
-        torch.set_num_threads(1)
-        self.model = MixChain()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
-        self.version = 0
-        self._saved: dict[int, dict[str, torch.Tensor]] = {}
-
-    def step(self, ranks: tuple[int, ...]) -> None:
-        for rank in ranks:
-            self.model(data(self.version, rank)).backward()
-        for parameter in self.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= len(ranks)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.version += 1
-
-    def save(self) -> None:
-        """This version may be restored."""
-        self._saved = {self.version: {n: v.clone() for n, v in self.model.state_dict().items()}}
-
-    def restore(self, version: int) -> None:
-        self.model.load_state_dict(self._saved[version])
-        self.version = version
-
-    def differs(self, values: dict[str, Any]) -> int:
-        """In how many values."""
-        return sum(int(np.count_nonzero(values[n] != v.numpy())) for n, v in self.model.state_dict().items())
 
 
 @dataclass(kw_only=True)
@@ -162,7 +93,9 @@ class Soak:
     def _start(self, rank: int) -> None:
         written = self._cluster.directory / f"attempts-{len(self._files)}"
         self._files.append(written)
-        self._workers[rank] = self._cluster.start_worker(rank, train, args=(self._strategy, written))
+        self._workers[rank] = self._cluster.start_worker(
+            rank, train, args=(self._strategy, math.inf, TIMEOUT_S, written, 0.0, PAUSE_S)
+        )
 
     # ------------------------------------------------------------------ what happened
 

@@ -140,7 +140,7 @@ class Strikes:
 
     def _flip(self, fault: PlannedFault, process: Child, release: Release) -> str:
         """Change a bit, and wait until the corruption is reported: a fault before that could remove the other copy."""
-        before = len(self._corruptions())
+        before = len(self._observer.corruptions)
         flipped: bit_flips.Flip | None = None
         deadline = time.monotonic() + _FLIP_S
         while flipped is None and time.monotonic() < deadline:
@@ -150,13 +150,9 @@ class Strikes:
         if flipped is None:
             return "there was nothing that a commit reads"
         deadline = time.monotonic() + _FLIP_S
-        while len(self._corruptions()) == before and time.monotonic() < deadline:
+        while len(self._observer.corruptions) == before and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         what = f"bit {flipped.bit} of element {flipped.element} of {flipped.array}, slice {flipped.slice}"
-        found = self._corruptions()[before:]
+        found = self._observer.corruptions[before:]
         right = len(found) == 1 and flipped.array in found[0] and f"slice {flipped.slice}," in found[0]
         return what if right else f"WRONG: {what}; the coordinator told {found or 'nothing'}"
-
-    def _corruptions(self) -> list[str]:
-        """Return the texts of the corruptions that the coordinator has reported."""
-        return [sign.text for sign in list(self._observer.signs) if sign.kind == "corrupt"]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from axon_ps_lab.faults.failover import FailoverCluster
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=NEEDED)
 
+NEEDS_STRACE = pytest.mark.skipif(shutil.which("strace") is None, reason="there is no strace: apt-get install strace")
+"""It makes the disks of etcd slow."""
+
 Fault = Callable[[FailoverJob, float], float]
 
 AGAIN_S = 5.0
@@ -48,7 +52,7 @@ AWAY_S = 5.0
         ((frozen, killed), False),
         ((cut_from_etcd, cut_from_workers, etcd_follower_killed), False),
         ((frozen, killed, cut_from_workers), True),
-        ((etcd_slow_disks, etcd_compacted, etcd_full), False),
+        pytest.param((etcd_slow_disks, etcd_compacted, etcd_full), False, marks=NEEDS_STRACE),
     ],
 )
 def test_a_job_outlives_whatever_happens_to_its_leader(

@@ -8,33 +8,35 @@ one, in which nothing must be found; and the values must be those of a job in wh
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import random
 import re
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "tests" / "faults")]
+import torch
+from torch import nn
 
-from axon_ps.coordinator.client.operator import OperatorClient  # noqa: E402
-from axon_ps.errors import AxonError  # noqa: E402
-from axon_ps.testing import LocalCluster  # noqa: E402
-from axon_ps.types import Role  # noqa: E402
-from axon_ps_lab.faults import bit_flips  # noqa: E402
-from axon_ps_lab.faults.bit_flips import Flip, flip  # noqa: E402
-from test_server_deaths import SENT, Job, assert_same_bits  # noqa: E402
+import axon_ps
+from axon_ps import parallel
+from axon_ps.sharding.plan import PlanOptions
+from axon_ps.testing import LocalCluster
+from axon_ps.types import Role
+from axon_ps_lab import report
+from axon_ps_lab.campaigns.ended_job import SOON_S, EndedJob, Trained, assert_same_bits
+from axon_ps_lab.chaos.observer import Observer
+from axon_ps_lab.faults import bit_flips
+from axon_ps_lab.faults.bit_flips import Flip, flip
 
 SERVERS: Final = 3
 ARRAYS: Final = (("param",), ("exp_avg",), ("exp_avg_sq",), ())
 """In which of a slice's arrays the bits are, in turn; none: in any, and a summed gradient if there is one."""
+POLL_S: Final = 0.002
 FOUND_S: Final = 20.0
 """How long a flip may take to be told: a commit takes some ten milliseconds here."""
 
@@ -45,57 +47,42 @@ TEXT: Final = re.compile(
 BLOCK: Final = re.compile(r"(?P<array>\w+) from element (?P<begin>\d+) to (?P<end>\d+)")
 
 
-class Feed:
-    """What the coordinator tells of corruption, as it does. Enter it.
+def train(_: str, end: Path) -> Trained:
+    """Train until the version in the file `end`, once there is one."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1234)
+    trained = Trained()
+    with axon_ps.World.init(timeout_s=SOON_S) as world:
+        layers = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+        options = PlanOptions(chunk_numel=512, min_slice_numel=128)
+        model = parallel.FSDP(layers, world.default_group, unit_types={nn.Linear}, plan_options=options)
+        optimizer = parallel.AdamW(model, lr=0.01)
+        last = 0
+        while not last or world.version < last:
+            seeded = torch.Generator().manual_seed(1000 * world.version + world.replica)
+            model(torch.randn(16, 24, generator=seeded)).square().mean().backward()
+            model.clip_grad_norm(0.5)
+            result = optimizer.step()
+            optimizer.zero_grad()
+            if not result.committed:
+                trained.aborted.append(result.reason)
+            if not last and end.exists():
+                last = int(end.read_text() or 0)
+        trained.version = world.version
+        trained.values = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+    return trained
 
-    Args:
-        cluster: with the job.
 
-    Attributes:
-        told: the texts.
-    """
-
-    def __init__(self, cluster: LocalCluster) -> None:
-        self._cluster = cluster
-        self.told: list[str] = []
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._watch()))
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Any] | None = None
-
-    async def _watch(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        cluster, seen = self._cluster, 0.0
-        with contextlib.suppress(asyncio.CancelledError):
-            operator = OperatorClient(cluster.address, security=cluster.security, job=cluster.job)
-            async with operator, contextlib.aclosing(operator.watch()) as feed:
-                async for event in feed:
-                    if isinstance(event, AxonError):
-                        continue
-                    news = [e for e in event.events if e.number > seen]
-                    seen = max((e.number for e in news), default=seen)
-                    with self._changed:
-                        self.told += [e.text for e in news if e.kind == "corrupt"]
-                        self._changed.notify_all()
-
-    def wait(self, number: int) -> str:
-        """The text of that number, once it is told; empty when it is not."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self.told) > number, FOUND_S)
-            return self.told[number] if len(self.told) > number else ""
-
-    def __enter__(self) -> Feed:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._loop is not None and self._task is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join()
+def reported(observer: Observer, number: int) -> str:
+    """Return the text of the corruption of that number, once it is reported; empty when it is not."""
+    deadline = time.monotonic() + FOUND_S
+    while len(found := observer.corruptions) <= number and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return found[number] if len(found) > number else ""
 
 
 def wrong(flipped: Flip, rank: int, text: str) -> str:
-    """What is wrong with what was told of a flip; empty when nothing is."""
+    """The mistake in the report of a flip; empty = none."""
     if not text:
         return "not found"
     if (found := TEXT.search(text)) is None:
@@ -113,16 +100,16 @@ def wrong(flipped: Flip, rank: int, text: str) -> str:
 
 
 @contextlib.contextmanager
-def job(directory: Path) -> Iterator[tuple[Job, Feed]]:
+def job(directory: Path) -> Iterator[tuple[EndedJob, Observer]]:
     """Two workers that train on three servers, whose bits may be flipped."""
     plugin = bit_flips.__name__
-    environment = {**SENT, bit_flips.DIRECTORY: str(directory)}
+    environment = {"AXON_PS_DIRECT_MEMORY": "0", bit_flips.DIRECTORY: str(directory)}
     with LocalCluster(
         shards=SERVERS, world_size=2, replication=2, plugins=[plugin], environment=environment
     ) as cluster:
-        trained = Job(cluster, "FULL_SHARD", directory / "end")
-        with Feed(cluster) as feed:
-            yield trained, feed
+        trained = EndedJob(cluster, train, "", directory / "end")
+        with Observer(lambda: cluster.address, cluster.security, cluster.job) as observer:
+            yield trained, observer
 
 
 def ranks(cluster: LocalCluster) -> dict[int, int]:
@@ -131,13 +118,14 @@ def ranks(cluster: LocalCluster) -> dict[int, int]:
     return {index: members[cluster.address_of(Role.SHARD, index)] for index in range(SERVERS)}
 
 
-def run(flips: int, steps: int, seed: int, directory: Path, *, say: bool = False) -> dict[str, Any]:
+def run(flips: int, steps: int, seed: int, directory: Path, *, prints: bool = False) -> dict[str, Any]:
     """Flip so many bits one after the other, then make so many steps without; see the module."""
     choice = random.Random(seed)
     arrays: Counter[str] = Counter()
     faults: list[str] = []
     took_s: list[float] = []
-    with job(directory) as (trained, feed):
+    missed = 0  # flips that were not reported
+    with job(directory) as (trained, observer):
         rank_of = ranks(trained.cluster)
         for number in range(flips):
             flipped, index = None, 0
@@ -147,22 +135,22 @@ def run(flips: int, steps: int, seed: int, directory: Path, *, say: bool = False
                 process = trained.cluster.process(Role.SHARD, index)
                 flipped = flip(directory, process.pid, choice.getrandbits(32), ARRAYS[number % len(ARRAYS)])
             began_s = time.monotonic()
-            if problem := wrong(flipped, rank_of[index], feed.wait(number)):
+            if problem := wrong(flipped, rank_of[index], reported(observer, number - missed)):
                 faults.append(problem)
-                feed.told += [""] * (number + 1 - len(feed.told))
+                missed = number + 1 - len(observer.corruptions)
             took_s.append(time.monotonic() - began_s)
             arrays[flipped.array] += 1
-            if say and number % 50 == 49:
+            if prints and number % 50 == 49:
                 print(f"{number + 1} flips, {len(faults)} not as they must be", flush=True)
         trained.settle(SERVERS)
-        told, first = len(feed.told), trained.version
+        known, first = len(observer.corruptions), trained.version
         while trained.version < first + steps:
             time.sleep(0.05)
-        falsely = len(feed.told) - told
+        falsely = len(observer.corruptions) - known
         results = trained.finish()
         if len({r.version for r in results}) != 1:
             faults.append("the workers ended at different versions")
-    assert_same_bits(results, "FULL_SHARD", directory, timeout_s=60.0 + results[0].version)
+    assert_same_bits(results, train, "", directory, timeout_s=60.0 + results[0].version)
     return {
         "flips": flips,
         "by array": dict(arrays),
@@ -184,11 +172,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        row = run(options.flips, options.steps, options.seed, Path(directory), say=True)
+        row = run(options.flips, options.steps, options.seed, Path(directory), prints=True)
     for name, value in row.items():
         print(f"{name:32} {value}")
-    from axon_ps_lab import report
-
     print("wrote", report.write("bit_flips", [row], seed=options.seed))
     return 1 if row["not found or not named rightly"] or row["found in them"] else 0
 
