@@ -21,6 +21,7 @@ OF_LAUNCHERS = re.compile(
 SET_ONLY = {
     *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"),  # by `axon-ps run`, for scripts
     "PYTHONPATH",  # by `make lab`, for its campaigns
+    "PYTEST_CURRENT_TEST",  # by pytest, which the watchdog of event loops asks
 }
 
 
