@@ -12,7 +12,7 @@ from waits import Wait, find
 pytestmark = pytest.mark.usefixtures("without_collector")
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).with_name("waits.md")
-BY_HAND = {"campaigns", "fuzz", "interleavings"}
+BY_HAND = {"campaigns", "containers", "fuzz", "interleavings", "upgrade"}
 """Rooms of the laboratory that are run from a checkout: `make test` and their user limit their time."""
 
 

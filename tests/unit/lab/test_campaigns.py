@@ -19,7 +19,7 @@ def test_the_files_of_a_campaign_are_there(name: str) -> None:
     modules = [word for word in campaign.command if word.startswith("axon_ps_lab.")]
     assert files or modules, campaign
     assert [module for module in modules if importlib.util.find_spec(module) is None] == []
-    assert [file for file in (*files, *campaign.paths) if not (lab.ROOT / file).exists()] == []
+    assert [file for file in files if not (lab.ROOT / file).exists()] == []
     assert campaign.does
 
 

@@ -22,7 +22,7 @@ from axon_ps.errors import AxonError
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.rpc.security import Security
-from watch import address_of, output_of
+from axon_ps_lab.containers.watch import address_of, output_of
 
 NAMESPACE = "training"
 Manifest = Mapping[str, Any]
@@ -157,7 +157,7 @@ class Pods:
             time.sleep(probe["periodSeconds"])
 
     def address(self, pod: str, port: int) -> str:
-        """Where this machine reaches a pod."""
+        """The address at which this machine reaches a pod."""
         return f"{address_of(self._container(pod))}:{port}"
 
     def logs(self, pod: str) -> str:

@@ -2,7 +2,7 @@
 
     python upgrade_worker.py END        # trains until the file END has a version, and that is reached
 
-Prints a line of JSON for each step, after one that says which axon_ps it is.
+Prints a line of JSON for each step, after a line with the file of its axon_ps.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def written(folder: str) -> bool:
 
 
 def programs() -> list[str]:
-    """What would be found by its name, but Python and what is ours."""
+    """The programs that are found by name, but Python and ours."""
     folders = [
         *os.environ["PATH"].split(":"),
         "/bin",

@@ -24,19 +24,19 @@ from axon_ps.host.children import Child
 from axon_ps.rpc.security import Security
 from axon_ps.wire.build import OLDEST
 from axon_ps.wire.events import Status
-from deadlines import HANG_S
-from older import ROOT, extract, oldest_commit, set_protocol
+from axon_ps_lab.upgrade.older import ROOT, extract, oldest_commit, set_protocol
 
 JOB = "upgrade"
 SERVERS = 2
 WORKERS = 2
+HANG_S = 120.0
 STEPS = 20
 """Commits between two replacements."""
 
 WORKER = Path(__file__).with_name("upgrade_worker.py")
 
 
-class Job:
+class UpgradedJob:
     """The processes of a job, each of an axon_ps of its own.
 
     Args:
@@ -151,7 +151,7 @@ class Job:
             lines = log.read_text(encoding="utf-8").splitlines()
             yield [
                 json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")
-            ]  # not one that was cut by a kill
+            ]  # not a line that was cut by a kill
 
     def close(self) -> None:
         """End all processes."""
@@ -167,7 +167,7 @@ def _listening(child: Child) -> str:
 
 def upgrade(older: Path, newer: Path, directory: Path) -> dict[str, Any]:
     """Train while everything goes from one package to another; returns what became of the steps."""
-    job, versions = Job(directory), {}
+    job, versions = UpgradedJob(directory), {}
     try:
         job.coordinator(older)
         for index in range(SERVERS):
@@ -212,10 +212,10 @@ def upgrade(older: Path, newer: Path, directory: Path) -> dict[str, Any]:
 
 def refused(before: Path, newer: Path, directory: Path) -> dict[str, str]:
     """Processes of the protocol before join a job of this one, and the other way round: what each says."""
-    said = {}
+    printed = {}
     pairs = {"coordinator": (before, newer), "member": (newer, before)}
     for older, (coordinator, member) in pairs.items():
-        job = Job(directory / older)
+        job = UpgradedJob(directory / older)
         job.directory.mkdir()
         try:
             job.coordinator(coordinator)
@@ -225,10 +225,10 @@ def refused(before: Path, newer: Path, directory: Path) -> dict[str, str]:
                 assert child.exit_code not in (None, 0), f"{name} was let in:\n{output}"
                 lines = [line for line in output.splitlines() if f"(protocol {OLDEST - 1})" in line]
                 assert lines, f"{name} does not name the protocols:\n{output}"
-                said[f"{name}, {older} of the protocol before"] = lines[-1].strip()
+                printed[f"{name}, {older} of the protocol before"] = lines[-1].strip()
         finally:
             job.close()
-    return said
+    return printed
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def extract(commit: str, directory: Path) -> Path:
 
 
 def set_protocol(directory: Path, number: int) -> None:
-    """Have an extracted package be of another protocol, and refuse nobody."""
+    """Have an extracted package be of another protocol, and refuse no one."""
     numbers = {"PROTOCOL": number, "OLDEST": 0}
     (path,) = [path for path in directory.rglob("build.py") if _NUMBER.search(path.read_text(encoding="utf-8"))]
     text, count = _NUMBER.subn(lambda m: f"{m[1]}: Final = {numbers[m[1]]}", path.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from axon_ps.coordinator.client.operator import OperatorClient
-from axon_ps.errors import AxonError
+from axon_ps.errors import AxonError, again
 from axon_ps.rpc.security import Security
 from axon_ps.wire.events import Status
 
@@ -19,7 +19,7 @@ SOON_S = 150.0
 
 
 def output_of(*command: str) -> str:
-    """What a command prints.
+    """The output of a command.
 
     Raises:
         RuntimeError: it failed; with what it printed.
@@ -31,13 +31,13 @@ def output_of(*command: str) -> str:
 
 
 def address_of(container: str) -> str:
-    """Where this machine reaches a container."""
+    """The address at which this machine reaches a container."""
     return output_of("docker", "inspect", "-f", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}", container)
 
 
 @dataclass
 class Seen:
-    """What has been seen since `Watch.mark`.
+    """The observations since `Watch.mark`.
 
     Attributes:
         committed: steps.
@@ -125,7 +125,7 @@ class Watch:
                         self._take(await operator.status(timeout_s=2.0))
                         await asyncio.sleep(EVERY_S)
             except (AxonError, RuntimeError) as error:  # the coordinator is down, or its container
-                self._refused = error
+                self._refused = again(error)
                 await asyncio.sleep(EVERY_S)
 
     def _take(self, status: Status) -> None:

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from axon_ps_lab import report
-from watch import SMALL, Watch, address_of, output_of
+from axon_ps_lab.containers.watch import SMALL, Watch, address_of, output_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT, JOB, TOKEN = "axon-ps-test", "gpt", "the-random-secret-of-a-test"
 BASE = "python:3.11-slim-bookworm"
 LIMITS_MB = {"coordinator": 450, "shard": 450, "worker": 1500}
@@ -74,7 +74,7 @@ class Compose:
 
 
 def image_sizes(prefix: str = "axon-ps-") -> list[dict[str, object]]:
-    """How large the images are, beyond their base and with the published one."""
+    """The sizes of the images, beyond their base and with the published one."""
     base = int(output_of("docker", "image", "inspect", "-f", "{{.Size}}", _base_of(f"{prefix}shard")))
     rows = []
     for service, limit in LIMITS_MB.items():
@@ -98,7 +98,7 @@ def _base_of(image: str) -> str:
 
 
 def confinement(container: str) -> dict[str, object]:
-    """What the main process of a running container may do.
+    """The permissions of the main process of a running container.
 
     Raises:
         AssertionError: it may do what docker-compose.yml means to take from it.
@@ -107,7 +107,7 @@ def confinement(container: str) -> dict[str, object]:
     command = ["docker", "exec", "-i", container, "python", "-"]
     done = subprocess.run(command, input=probe, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
-    found = json.loads(done.stdout)
+    found: dict[str, object] = json.loads(done.stdout)
     by_engine = 2 if "name=seccomp" in output_of("docker", "info", "-f", "{{.SecurityOptions}}") else 0
     wanted = {"user": "10001", "capabilities": [], "no_new_privileges": True, "seccomp": by_engine, "writable": [],
               "temporary": True, "programs": []}  # fmt: skip

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from axon_ps_lab import report
-from pods import Pods, rendered
-from watch import SMALL, Watch
+from axon_ps_lab.containers.pods import Pods, rendered
+from axon_ps_lab.containers.watch import SMALL, Watch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "the-random-secret-of-a-test"
 SHARD, COORDINATOR = "axon-ps-shard", "axon-ps-coordinator"
 SERVERS, WORKERS = 3, 2
