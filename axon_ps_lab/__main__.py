@@ -36,7 +36,6 @@ class Campaign:
         takes: its approximate time on two cores; empty = unknown.
         needs: its requirements on the machine; empty = none.
         extra: the extra of this package that it needs; empty = none.
-        paths: folders of the checkout whose modules it imports by name.
     """
 
     command: Sequence[str]
@@ -44,7 +43,6 @@ class Campaign:
     takes: str = ""
     needs: str = ""
     extra: str = ""
-    paths: Sequence[str] = ()
 
 
 def campaigns() -> dict[str, Campaign]:
@@ -67,9 +65,7 @@ def run(name: str, campaign: Campaign, arguments: Sequence[str]) -> int:
         install = [sys.executable, "-m", "pip", "install", "-q", "-e", f".[torch,dev,examples,{campaign.extra}]"]
         print(f"{name} needs the extra {campaign.extra}: installing it", file=sys.stderr)
         subprocess.run(install, cwd=ROOT, env=os.environ | {"PIP_CONSTRAINT": "constraints.txt"}, check=True)
-    paths = [*(str(ROOT / folder) for folder in campaign.paths), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.call([sys.executable, *campaign.command, *arguments], cwd=ROOT, env=environment)
+    return subprocess.call([sys.executable, *campaign.command, *arguments], cwd=ROOT)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,10 +16,10 @@ import os
 import sys
 from pathlib import Path
 
-import _report
+from axon_ps_lab import report
 from axon_ps_lab.chaos import load
 from axon_ps_lab.chaos.page import page
-from axon_ps_lab.chaos.report import report
+from axon_ps_lab.chaos.report import report as report_of
 from axon_ps_lab.chaos.run import run_embedded
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,14 +42,14 @@ def main() -> int:
     campaign = dataclasses.replace(campaign, seed=campaign.seed if options.seed is None else options.seed)
     campaign = dataclasses.replace(campaign, faults=options.faults or campaign.faults)
     result = run_embedded(campaign, lambda line: print(line, flush=True))
-    content = report(result)
+    content = report_of(result)
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / "chaos.json").write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
     (BUILD / "chaos.html").write_text(page(content), encoding="utf-8")
-    _report.table("Faults", COLUMNS, [[row[c] for c in COLUMNS] for row in content["by_kind"]])
+    report.table("Faults", COLUMNS, [[row[c] for c in COLUMNS] for row in content["by_kind"]])
     facts = {name: value for name, value in content.items() if name not in ONLY_IN_THE_PAGE}
     print(json.dumps(facts, indent=2, ensure_ascii=False))
-    _report.write("chaos", content["by_kind"], **facts, load_average=round(os.getloadavg()[0], 2))
+    report.write("chaos", content["by_kind"], **facts, load_average=round(os.getloadavg()[0], 2))
     return 0 if result.is_good else 1
 
 

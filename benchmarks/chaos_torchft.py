@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _report
+from axon_ps_lab import report
 from axon_ps_lab.chaos.campaign import parse
 from axon_ps_lab.chaos.run import run_embedded
 
@@ -190,9 +190,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     rows = [ours(options.kills, options.seed), torchft(options.torchft_python, options.kills, options.seed)]
-    _report.table("A worker is killed", list(rows[0]), [list(r.values()) for r in rows])
+    report.table("A worker is killed", list(rows[0]), [list(r.values()) for r in rows])
     settings = {"workers": WORKERS, "batch": BATCH, "pause_s": PAUSE_S, "lease_and_heartbeat_timeout_s": LEASE_S}
-    _report.write("chaos_torchft", rows, settings=settings, load_average=round(os.getloadavg()[0], 2))
+    report.write("chaos_torchft", rows, settings=settings, load_average=round(os.getloadavg()[0], 2))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import _report
+from axon_ps_lab import report
 from cluster import Loopback, axon_cluster
 
 INTERVAL_S = 600.0
@@ -143,10 +143,10 @@ def main() -> int:
     if options.quick:
         options.rounds = 2
     rows = [row("cpu", measure(options, 0.0)), row("device", measure(options, options.device_s))]
-    _report.table("steps while a checkpoint is written", list(rows[0]), [list(r.values()) for r in rows])
+    report.table("steps while a checkpoint is written", list(rows[0]), [list(r.values()) for r in rows])
     if not options.quick:
         settings = {name: getattr(options, name) for name in ("workers", "width", "blocks", "tokens", "rounds")}
-        _report.write("checkpoint_steps", rows, **settings, device_s=options.device_s, interval_s=INTERVAL_S)
+        report.write("checkpoint_steps", rows, **settings, device_s=options.device_s, interval_s=INTERVAL_S)
     return 0
 
 

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import _report
+from axon_ps_lab import report
 
 RANK = Path(__file__).with_name("collectives_rank.py")
 SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
@@ -116,7 +116,7 @@ def show(rows: Sequence[dict[str, Any]], n: int) -> None:
     """Print the table of one number of ranks."""
     columns = [*(f"{system} us" for system in SYSTEMS), "axon x gloo", "axon x openmpi", "registered x gloo"]
     keys = [*(f"{system}_us" for system in SYSTEMS), "axon_times_gloo", "axon_times_openmpi", "registered_times_gloo"]
-    _report.table(
+    report.table(
         f"{n} ranks, f32, medians (x: how many times as fast)",
         ["operation", "size", *columns],
         [[row["operation"], _size(row["size_bytes"]), *(row.get(key) for key in keys)] for row in rows],
@@ -161,7 +161,7 @@ def main() -> None:
         show(of_n, n)
         rows += of_n
     if not arguments.no_write:
-        _report.write("collectives", rows, rounds=arguments.rounds, openmpi=bool(mpi_python))
+        report.write("collectives", rows, rounds=arguments.rounds, openmpi=bool(mpi_python))
 
 
 if __name__ == "__main__":

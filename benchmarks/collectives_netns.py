@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-import _report
 from axon_ps.host.ports import free_ports
+from axon_ps_lab import report
 from cluster import axon_cluster, cpu_s
 from collective_worker import OPERATIONS
 from netns import CONGESTION, Network, NetworkUnavailable
@@ -231,13 +231,13 @@ def main() -> None:
     except NetworkUnavailable as error:
         print(f"left out: {error}", file=sys.stderr)
         return
-    _report.table(
+    report.table(
         f"{options.mib} MiB f32, {options.rate_mbit:g} Mbit/s", COLUMNS, [[r[c] for c in COLUMNS] for r in rows]
     )
     print(f"Raw gRPC over loopback, one way, received bytes copied: {raw} CPU seconds per GB.")
     if not options.quick:
         settings = {k: v for k, v in vars(options).items() if k != "quick"}
-        _report.write("collectives_netns", rows, raw_grpc_cpu_s_per_gb=raw, settings=settings)
+        report.write("collectives_netns", rows, raw_grpc_cpu_s_per_gb=raw, settings=settings)
 
 
 if __name__ == "__main__":

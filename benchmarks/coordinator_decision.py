@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-import _report
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState
 from axon_ps.coordinator.core.records import decision_record, progress_record
 from axon_ps.rpc.security import Security
@@ -29,6 +28,7 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.state_store import SharedStateStore, open_store
 from axon_ps.types import Decision, DType, ModelProgress, OptimizerSpec, Outcome, Role
 from axon_ps.wire.events import Ready, Vote
+from axon_ps_lab import report
 from axon_ps_lab.etcd import LocalEtcd, is_installed
 
 SERVER = """
@@ -200,9 +200,9 @@ def main() -> None:
                 what = f"{workers} workers, {shards} shard servers, {name}"
                 rows += [row(f"{what}: first member", first), row(f"{what}: last member", last)]
     columns = ("what", "median_ms", "p95_ms", "max_ms")
-    _report.table("From the last vote to the decision", columns, [[r[c] for c in columns] for r in rows])
+    report.table("From the last vote to the decision", columns, [[r[c] for c in columns] for r in rows])
     if not options.quick:
-        _report.write("coordinator_decision", rows, steps=steps)
+        report.write("coordinator_decision", rows, steps=steps)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import _report
+from axon_ps_lab import report
 from whole_step import ONE_MACHINE, SIDES, Figures, Team, one_run, shape
 
 HERE = Path(__file__).parent
@@ -62,14 +62,14 @@ def cause_of(library: str, function: str) -> str:
 
 def fractions_of(data: Path) -> dict[str, float]:
     """Return the fraction of each cause in the samples of a file."""
-    report = subprocess.run(
+    profile = subprocess.run(
         ["perf", "report", "-i", str(data), "--no-children", "--sort", "dso,sym", "-F", "sample,dso,sym", "-t", "|"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
     found: Counter[str] = Counter()
-    for line in report.splitlines():
+    for line in profile.splitlines():
         count, _, rest = line.partition("|")
         if count.strip().isdigit():
             library, _, function = rest.partition("|")
@@ -164,8 +164,8 @@ def main() -> None:
         setting = {"place": name, "dtype": dtype, "strategy": strategy, "side": side}
         rows += rows_of(setting, sampled, options.steps)
         print(f"{name} {dtype} {strategy} {side}", file=sys.stderr, flush=True)
-    _report.table("CPU seconds of a step, by cause", COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
-    _report.write("cpu_causes", rows, settings=vars(options))
+    report.table("CPU seconds of a step, by cause", COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
+    report.write("cpu_causes", rows, settings=vars(options))
 
 
 if __name__ == "__main__":

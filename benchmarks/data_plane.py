@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 
-import _report
 from axon_ps.host.ports import free_ports
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -43,6 +42,7 @@ from axon_ps.testing.cluster import LocalCluster
 from axon_ps.types import DType, OptimizerSpec
 from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
+from axon_ps_lab import report
 from netns import stop
 
 HERE = Path(__file__).parent
@@ -253,12 +253,12 @@ def main() -> None:
     shared = encodings(options.mib * MIB // 4)
     ratios = ("of_raw", "of_raw_with_copy", "of_raw_our_malloc")
     columns = ("what", "dtype", "mib", "gb_per_s", "best_gb_per_s", *ratios)
-    _report.table("Data plane, one stream on loopback", columns, [[row.get(c, "") for c in columns] for row in rows])
+    report.table("Data plane, one stream on loopback", columns, [[row.get(c, "") for c in columns] for row in rows])
     print(
         f"{shared['workers']} workers gathered the same slice of {shared['chunks_of_slice']} chunks: "
         f"{shared['chunks_served']} chunks served, {shared['chunks_encoded_ever']} encoded."
     )
-    _report.write(
+    report.write(
         "data_plane",
         rows,
         encode_once=shared,

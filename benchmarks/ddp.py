@@ -13,7 +13,7 @@ import statistics
 import sys
 from pathlib import Path
 
-import _report
+from axon_ps_lab import report
 from cluster import Loopback
 from netns import CONGESTION, Network, NetworkUnavailable
 from whole_step import Figures, Team, one_run, server_hosts
@@ -80,8 +80,8 @@ def main() -> int:
         }
         for side, f in figures.items()
     ]
-    _report.table(f"DDP, {options.place}", list(rows[0]), [list(row.values()) for row in rows])
-    _report.write("ddp", rows, congestion=CONGESTION if options.place != "loopback" else None)
+    report.table(f"DDP, {options.place}", list(rows[0]), [list(row.values()) for row in rows])
+    report.write("ddp", rows, congestion=CONGESTION if options.place != "loopback" else None)
     return 0
 
 

@@ -17,8 +17,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-import _report
 from axon_ps.host.ports import free_ports
+from axon_ps_lab import report
 from observability import (
     BLOCKS,
     PROCESSES,
@@ -60,12 +60,12 @@ def main() -> None:
     rows = [row("digests", "as they are", [d.cpu for d in rounds], [d.time for d in rounds])]
     step_ms = 1e3 * statistics.mean(d.without.wall_s for d in rounds) / (2 * options.steps)
     by_round = [round(1 + d.time, 3) for d in rounds]
-    _report.table("What digests add to a step", list(rows[0]), [list(each.values()) for each in rows])
+    report.table("What digests add to a step", list(rows[0]), [list(each.values()) for each in rows])
     print(f"a step without takes {step_ms:.1f} ms; with, by round, {by_round} times as long")
     if not options.quick:
         size = {"width": WIDTH, "blocks": BLOCKS, "tokens": TOKENS, "workers": WORKERS, "shards": SHARDS}
         figures = {"rounds": len(rounds), "steps": options.steps, "step_ms": round(step_ms, 1), "by_round": by_round}
-        print(_report.write("digests", rows, **size, **figures))
+        print(report.write("digests", rows, **size, **figures))
 
 
 if __name__ == "__main__":

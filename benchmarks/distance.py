@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import _report
+from axon_ps_lab import report
 from distance_link import Distance
 
 HERE = Path(__file__).parent
@@ -172,9 +172,9 @@ def main() -> None:
         for row in measure(options.rate_mbit, rtt_ms, mib):
             rows.append(row)
             print(f"{rtt_ms:g} ms, {row['what']}: {row['s']:.2f} s", file=sys.stderr, flush=True)
-    _report.table("A shard server far away", list(rows[0]), [list(row.values()) for row in rows])
+    report.table("A shard server far away", list(rows[0]), [list(row.values()) for row in rows])
     if not options.quick:
-        print(_report.write("distance", rows, rate_mbit=options.rate_mbit, mib=mib, units=UNITS))
+        print(report.write("distance", rows, rate_mbit=options.rate_mbit, mib=mib, units=UNITS))
 
 
 if __name__ == "__main__":

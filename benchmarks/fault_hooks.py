@@ -16,10 +16,10 @@ import timeit
 from collections import Counter
 from pathlib import Path
 
-import _report
 from axon_ps.observe import moments
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.testing import run_threads
+from axon_ps_lab import report
 from axon_ps_lab.chaos.campaign import Embedded
 from axon_ps_lab.chaos.training import Recipe, undisturbed
 
@@ -69,7 +69,7 @@ def main() -> None:
     a_step = step_s(options.steps)
     per_step = sum(counted.values()) / options.steps
     rows = [{"moment": name, "calls_per_step": round(count / options.steps, 2)} for name, count in counted.items()]
-    _report.table("Moments of a step, all members", ("moment", "calls_per_step"), [list(r.values()) for r in rows])
+    report.table("Moments of a step, all members", ("moment", "calls_per_step"), [list(r.values()) for r in rows])
     facts = {
         "ns_per_call": round(each_ns, 1),
         "calls_per_step": round(per_step, 1),
@@ -78,7 +78,7 @@ def main() -> None:
         "places": sum(text.read_text(encoding="utf-8").count(" reached(") for text in PACKAGE.rglob("*.py")) - 1,
     }
     print(facts)
-    _report.write("fault_hooks", rows, workers=WORKERS, shards=SHARDS, steps=options.steps, **facts)
+    report.write("fault_hooks", rows, workers=WORKERS, shards=SHARDS, steps=options.steps, **facts)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import _report
 from axon_ps.collectives import arrays, cuda
 from axon_ps.collectives.staging import Staging
 from axon_ps.parallel.comm_hooks import device_codecs
 from axon_ps.parallel.fsdp.memory import host_empty
 from axon_ps.types import INT8_BLOCK_NUMEL
+from axon_ps_lab import report
 
 Call = Callable[[], object]
 MIB = 1 << 20
@@ -69,10 +69,10 @@ def median_s(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def report(name: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], **extra: Any) -> None:
+def publish(name: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], **extra: Any) -> None:
     """Print the table and write benchmarks/results/gpu/<name>.json."""
-    _report.table(name, columns, [[row.get(c) for c in columns] for row in rows])
-    print(_report.write(f"gpu/{name}", rows, **about(), **extra))
+    report.table(name, columns, [[row.get(c) for c in columns] for row in rows])
+    print(report.write(f"gpu/{name}", rows, **about(), **extra))
 
 
 # ---------------------------------------------------------------------- staging
@@ -107,7 +107,7 @@ def staging(options: argparse.Namespace) -> None:
                     "of_limit": times[f"torch {way}"] / times[way],
                 }
             )
-    report("staging", ["what", "mib", "gb_s", "limit_gb_s", "of_limit"], rows)
+    publish("staging", ["what", "mib", "gb_s", "limit_gb_s", "of_limit"], rows)
 
 
 # ---------------------------------------------------------------------- kernels
@@ -137,7 +137,7 @@ def kernels(options: argparse.Namespace) -> None:
         {"what": name, "ms": s * 1e3, "gb_s": calls[name][1] / s / 1e9, "of_limit": calls[name][1] / s / 1e9 / limit}
         for name, s in times.items()
     ]
-    report("kernels", ["what", "ms", "gb_s", "of_limit"], rows, numel=numel)
+    publish("kernels", ["what", "ms", "gb_s", "of_limit"], rows, numel=numel)
 
 
 # ---------------------------------------------------------------------- jobs
@@ -275,7 +275,7 @@ def summed_up(options: argparse.Namespace) -> None:
         theirs = next((row["median_ms"] for row in rows if row["side"] == "fsdp2"), None)
         for row in rows:
             row["to_fsdp2"] = None if theirs is None else row["median_ms"] / theirs
-    report(options.part, list(rows[0]), rows, tokens=options.tokens)
+    publish(options.part, list(rows[0]), rows, tokens=options.tokens)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 
-import _report
+from axon_ps_lab import report
 
 STATEMENTS = {
     "numpy + grpc": ("", "import numpy, grpc"),
@@ -54,8 +54,8 @@ def main() -> None:
     extra_s = median_s["axon_ps"] - median_s["numpy + grpc"]
     rows = [{"what": name, "median_s": round(t, 4)} for name, t in median_s.items()]
     rows.append({"what": "axon_ps alone", "median_s": round(extra_s, 4)})
-    _report.table("Import time", ("what", "median_s"), [[row["what"], row["median_s"]] for row in rows])
-    _report.write("import_time", rows, unwanted_modules=unwanted_modules(), times_s=times_s)
+    report.table("Import time", ("what", "median_s"), [[row["what"], row["median_s"]] for row in rows])
+    report.write("import_time", rows, unwanted_modules=unwanted_modules(), times_s=times_s)
 
 
 if __name__ == "__main__":

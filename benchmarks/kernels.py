@@ -38,7 +38,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import _report
 from axon_ps.compress import cast
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.optim import create
@@ -48,6 +47,7 @@ from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL
 from axon_ps.types import Array, DType
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2
+from axon_ps_lab import report
 
 THREADS = 2
 SETTLE_S = 0.02
@@ -298,20 +298,20 @@ def main() -> None:
         "ours + bf16/torch": "ours_bf16_ratio",
         "ours + frames/torch": "ours_frames_ratio",
     }
-    _report.table(
+    report.table(
         f"Optimizer step, {numel:,} parameters, {THREADS} threads, pieces of {piece_numel:,}, medians of {repetitions}",
         ["optimizer", "torch is", *columns],
         [[row["optimizer"], row["torch_implementation"], *(row[c] for c in columns.values())] for row in steps],
     )
     sums = accumulation(numel, pieces, repetitions)
-    _report.table(
+    report.table(
         f"Gradients, {numel:,} elements, {THREADS} threads",
         ["operation", "median ms", "min ms"],
         [[row["operation"], row["median_ms"], row["min_ms"]] for row in sums],
     )
     if not quick:
         sizes = {"numel": numel, "threads": THREADS, "piece_numel": piece_numel, "repetitions": repetitions}
-        _report.write("kernels", steps, **sizes, gradients=sums)
+        report.write("kernels", steps, **sizes, gradients=sums)
 
 
 if __name__ == "__main__":

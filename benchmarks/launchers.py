@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import _report
+from axon_ps_lab import report
 from netns import Network, NetworkUnavailable
 
 ROOT = Path(__file__).parents[1]
@@ -141,7 +141,7 @@ def main() -> None:
     if len(seen) > 1:
         raise SystemExit("the losses differ")
     if not options.only:
-        _report.write("launchers", rows, steps=options.steps)
+        report.write("launchers", rows, steps=options.steps)
 
 
 if __name__ == "__main__":

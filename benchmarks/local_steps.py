@@ -40,12 +40,12 @@ from typing import Any
 import torch
 from torch import nn
 
-import _report
 import axon_ps
 from axon_ps import parallel
 from axon_ps.compress import BlockTopK
 from axon_ps.parallel.warm_up import warm_up
 from axon_ps.testing import LocalCluster
+from axon_ps_lab import report
 
 EXAMPLES = str(Path(__file__).parent.parent / "examples")
 WORKERS, BATCH, WARM_UP = 4, 8, 20
@@ -353,16 +353,16 @@ def main() -> None:
     options = parser.parse_args()
     if "loss" in options.measures:
         rows = measure_loss(options)
-        _report.table("Local steps", LOSS_COLUMNS, [[row[c] for c in LOSS_COLUMNS] for row in rows])
-        print(_report.write("local_steps", rows, settings=vars(options)))
+        report.table("Local steps", LOSS_COLUMNS, [[row[c] for c in LOSS_COLUMNS] for row in rows])
+        print(report.write("local_steps", rows, settings=vars(options)))
     if "goodput" in options.measures:
         rows = measure_goodput(options)
-        _report.table("Goodput", GOODPUT_COLUMNS, [[row[c] for c in GOODPUT_COLUMNS] for row in rows])
-        print(_report.write("goodput", rows, settings=vars(options)))
+        report.table("Goodput", GOODPUT_COLUMNS, [[row[c] for c in GOODPUT_COLUMNS] for row in rows])
+        print(report.write("goodput", rows, settings=vars(options)))
     if "slow" in options.measures:
         rows = measure_slow(options)
-        _report.table("A slow worker", SLOW_COLUMNS, [[row[c] for c in SLOW_COLUMNS] for row in rows])
-        print(_report.write("slow_worker", rows, settings=vars(options)))
+        report.table("A slow worker", SLOW_COLUMNS, [[row[c] for c in SLOW_COLUMNS] for row in rows])
+        print(report.write("slow_worker", rows, settings=vars(options)))
 
 
 if __name__ == "__main__":

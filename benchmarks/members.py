@@ -23,9 +23,9 @@ import sys
 import time
 from collections.abc import Callable
 
-import _report
 from axon_ps.rpc.security import Security
 from axon_ps.types import Membership
+from axon_ps_lab import report
 from cluster import cpu_s, rss_mib
 from coordinator_decision import SERVER, Bench
 from hosts import Hosts
@@ -124,9 +124,9 @@ def main() -> None:
         rows.append(in_process(size, count))
         on = f" on {count} hosts" if count else ""
         print(f"{size} members{on} joined in {rows[-1]['join_s']:.2f} s", file=sys.stderr, flush=True)
-    _report.table("Members of one job", list(rows[0]), [list(row.values()) for row in rows])
+    report.table("Members of one job", list(rows[0]), [list(row.values()) for row in rows])
     if not options.quick:
-        print(_report.write("members", rows, shard_servers=SHARDS, security=str(Security())))
+        print(report.write("members", rows, shard_servers=SHARDS, security=str(Security())))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "third_party"))
 
 import psutil
 
-import _report
 from axon_ps.host.ports import free_ports
+from axon_ps_lab import report
 
 WORKERS, SHARDS = 2, 2
 PROCESSES = 1 + SHARDS + WORKERS
@@ -324,11 +324,11 @@ def main() -> None:
         "traced_step_cpu_ms": round(1e3 * statistics.mean(traced), 1),
         "scrape_cpu_ms": round(1e3 * statistics.mean(scrapes), 1),
     }
-    _report.table("What metrics and traces add to a step", list(rows[0]), [list(row.values()) for row in rows])
+    report.table("What metrics and traces add to a step", list(rows[0]), [list(row.values()) for row in rows])
     print(figures)
     if not options.quick:
         size = {"width": WIDTH, "blocks": BLOCKS, "tokens": TOKENS, "workers": WORKERS, "shards": SHARDS}
-        print(_report.write("observability", rows, **size, rounds=len(rounds), steps=options.steps, **figures))
+        print(report.write("observability", rows, **size, rounds=len(rounds), steps=options.steps, **figures))
 
 
 if __name__ == "__main__":

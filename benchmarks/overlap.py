@@ -29,8 +29,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import _report
 import whole_step
+from axon_ps_lab import report
 from netns import CONGESTION, Network
 
 TEAM = whole_step.Team.of(4)
@@ -113,11 +113,11 @@ def main() -> None:
         options.steps = 2
     with Network([*TEAM.hosts, *whole_step.server_hosts()], rate_mbit=options.rate_mbit) as place:
         rows = bench(place, options)
-    _report.table(f"Overlap at {options.rate_mbit:g} Mbit/s", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
+    report.table(f"Overlap at {options.rate_mbit:g} Mbit/s", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
     if options.quick:
         return
     settings = {k: v for k, v in vars(options).items() if k not in ("device_s", "quick")}
-    _report.write("overlap", rows, settings=settings, congestion=CONGESTION)
+    report.write("overlap", rows, settings=settings, congestion=CONGESTION)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "third_party"))
 import psutil
 from selenium import webdriver
 
-import _report
+from axon_ps_lab import report
 from browser import chromium, first_paint_s, ready, size, transferred_bytes, until
 from page_job import PageJob, page_job
 
@@ -127,8 +127,8 @@ def main() -> None:
         if folder is not None:
             failover(driver, folder)
             return
-    _report.table("The page", list(rows[0]), [list(row.values()) for row in rows])
-    print(_report.write("page", rows, window_s=WINDOW_S, turns=TURNS, step_s=STEP_S))
+    report.table("The page", list(rows[0]), [list(row.values()) for row in rows])
+    print(report.write("page", rows, window_s=WINDOW_S, turns=TURNS, step_s=STEP_S))
 
 
 if __name__ == "__main__":

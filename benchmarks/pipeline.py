@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import _report
 from axon_ps import ProcessGroup, World
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, Timeline, ideal_bubble, simulate
 from axon_ps.testing import LocalCluster
+from axon_ps_lab import report
 
 RANKS, MICROBATCHES, ROWS = 4, 8, 64
 LAYERS = 16  # of all stages
@@ -134,8 +134,8 @@ def main() -> None:
         pictures = row.pop("gantt"), row.pop("gantt_recorded")
         if args.gantt:
             print(f"\n{row['schedule']}, a core for each rank:\n{pictures[0]}\nas recorded:\n{pictures[1]}")
-    _report.table(f"{RANKS} ranks x {MICROBATCHES} microbatches of f32[{ROWS}, {args.width}]", COLUMNS, lines)
-    print(f"written: {_report.write('pipeline', rows, steps=args.steps, width=args.width, rows_per_microbatch=ROWS)}")
+    report.table(f"{RANKS} ranks x {MICROBATCHES} microbatches of f32[{ROWS}, {args.width}]", COLUMNS, lines)
+    print(f"written: {report.write('pipeline', rows, steps=args.steps, width=args.width, rows_per_microbatch=ROWS)}")
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import _report
 import axon_ps
 from axon_ps.ray import AxonConfig, AxonTrainer, ClusterConfig, RayCluster
+from axon_ps_lab import report
 
 NODE = {"num_cpus": 3, "object_store_memory": 80 << 20}
 STEPS, KILL_AT, PAUSE_S, EVERY = 400, 100, 0.02, 20
@@ -178,8 +178,8 @@ def main() -> None:
         ray.shutdown()
         nodes.shutdown()
     columns = list(rows[0])
-    _report.table("a Ray node with a shard server and a worker dies", columns, [list(row.values()) for row in rows])
-    _report.write("ray", rows, ray=ray.__version__, steps=STEPS, workers=3, shards=3, pause_s=PAUSE_S)
+    report.table("a Ray node with a shard server and a worker dies", columns, [list(row.values()) for row in rows])
+    report.write("ray", rows, ray=ray.__version__, steps=STEPS, workers=3, shards=3, pause_s=PAUSE_S)
 
 
 if __name__ == "__main__":

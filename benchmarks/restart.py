@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-import _report
+from axon_ps_lab import report
 
 TRAIN = """
 import os, sys, time
@@ -101,8 +101,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as directory:
                 times_s[name].append(round(measure(arguments, Path(directory)), 3))
     rows = [{"what": name, "median_s": statistics.median(t), "worst_s": max(t)} for name, t in times_s.items()]
-    _report.table("kill -9 to next commit of all", ("what", "median_s", "worst_s"), [list(r.values()) for r in rows])
-    _report.write("restart", rows, workers=2, load_average=os.getloadavg()[0], times_s=times_s)
+    report.table("kill -9 to next commit of all", ("what", "median_s", "worst_s"), [list(r.values()) for r in rows])
+    report.write("restart", rows, workers=2, load_average=os.getloadavg()[0], times_s=times_s)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import nn
 
-import _report
 import steady_job
 from axon_ps.testing import LocalCluster
 from axon_ps.types import Role
+from axon_ps_lab import report
 
 WIDTH, BLOCKS, LEASE_S = 256, 4, 1.0
 
@@ -106,14 +106,14 @@ def main() -> None:
             median, worst = round(statistics.median(waits), 3), round(max(waits), 3)
             rows.append({"server": how, "times": len(waits), "median_s": median, "worst_s": worst})
     columns = ("server", "times", "median_s", "worst_s")
-    _report.table("From the death of a server to the next commit", columns, [[r[c] for c in columns] for r in rows])
+    report.table("From the death of a server to the next commit", columns, [[r[c] for c in columns] for r in rows])
     aborted = [worker["aborted"] for worker in found["workers"]]
     copies = [round(statistics.median(found["copied"]), 3), round(max(found["copied"]), 3)]
     print(
         f"a step takes {steps:.3f} s; steps not committed, by worker: {aborted}; until all copies are there: {copies} s"
     )
     settings = {"lease_s": LEASE_S, "width": WIDTH, "blocks": BLOCKS}
-    _report.write("server_death", rows, step_s=round(steps, 4), aborted=aborted, copies_s=copies, settings=settings)
+    report.write("server_death", rows, step_s=round(steps, 4), aborted=aborted, copies_s=copies, settings=settings)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import _report
 import steady_job
 from axon_ps.testing import LocalCluster
+from axon_ps_lab import report
 from step_worker import Block, ResidualMLP
 
 WIDTH, BLOCKS, TOKENS = 1024, 8, 8
@@ -124,9 +124,9 @@ def main() -> None:
         options.rounds, options.replication = 1, [2]
     rows = [row for replication in options.replication for row in measure(replication, options.rounds)]
     columns = tuple(rows[0])
-    _report.table("Steps while shard servers come and go", columns, [[r[c] for c in columns] for r in rows])
+    report.table("Steps while shard servers come and go", columns, [[r[c] for c in columns] for r in rows])
     settings = {"width": WIDTH, "blocks": BLOCKS, "tokens": TOKENS, "rounds": options.rounds}
-    _report.write("server_moves", rows, settings=settings)
+    report.write("server_moves", rows, settings=settings)
 
 
 if __name__ == "__main__":

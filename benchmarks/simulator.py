@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import _report
 import overlap
 import whole_step
+from axon_ps_lab import report
 from axon_ps_lab.simulate.profile import Profile
 from axon_ps_lab.simulate.scenario import Scenario
 from axon_ps_lab.simulate.step import play
@@ -189,7 +189,7 @@ def rows(options: argparse.Namespace, profile: Profile) -> Iterator[dict[str, An
 
 def renewed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of the record, with those found now in place of the old ones."""
-    record = json.loads((_report.RESULTS / "simulator.json").read_text(encoding="utf-8"))["rows"]
+    record = json.loads((report.RESULTS / "simulator.json").read_text(encoding="utf-8"))["rows"]
     anew = {row["case"]: row for row in found}
     return [anew.get(row["case"], row) for row in record]
 
@@ -215,12 +215,12 @@ def main() -> None:
     if options.only and not options.quick:
         found = renewed(found)
     columns = ("case", "fitted", "alone_s", "measured_s", "simulated_s", "error")
-    _report.table("The simulator against measured steps", columns, [[row[c] for c in columns] for row in found])
+    report.table("The simulator against measured steps", columns, [[row[c] for c in columns] for row in found])
     for what, those in (("all", found), ("held out", [row for row in found if not row["fitted"]])):
         if errors := [abs(row["error"]) for row in those]:
             print(f"{what}: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, of {len(errors)}")
     if not options.quick:
-        print(_report.write("simulator", found, profile=profile.as_dict(), steps=options.steps))
+        print(report.write("simulator", found, profile=profile.as_dict(), steps=options.steps))
 
 
 if __name__ == "__main__":

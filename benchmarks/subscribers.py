@@ -37,7 +37,6 @@ import numpy as np
 import torch
 from torch import nn
 
-import _report
 import axon_ps
 import steady_job
 from axon_ps import parallel
@@ -48,6 +47,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.testing import LocalCluster
 from axon_ps.types import DType, Role
 from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps_lab import report
 
 SUBSCRIBERS = (("f32", False), ("f32", True), ("bf16", False), ("bf16", True))
 ROUND = 1000
@@ -385,7 +385,7 @@ def main() -> None:
         return
     if options.quick:
         options.pulls, options.pairs = 200, 2
-    path = _report.RESULTS / "subscribers.json"
+    path = report.RESULTS / "subscribers.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     if options.only in (None, "torn"):
         seeds = range(options.seed, options.seed + -(-options.pulls // ROUND))
@@ -396,14 +396,14 @@ def main() -> None:
     if options.only in (None, "steps"):
         rows = [row for row in rows if row["what"] != "steps"] + [{"what": "steps", **measure_steps(options.pairs)}]
     for row in rows:
-        _report.table(
+        report.table(
             f"Subscribers: {row['what']}", ("what", "value"), [(key, str(value)) for key, value in row.items()]
         )
     rounds = [row for row in rows if row["what"] == "torn"]
     total = {name: sum(row[name] for row in rounds) for name in ("pulls", "torn", "kills", "steps_not_committed")}
     print(f"in all {len(rounds)} rounds: {total}")
     settings = {"rate_s": RATE_S, "phase_s": PHASE_S, "width": WIDTH, "blocks": BLOCKS, "subscribers": SUBSCRIBERS}
-    _report.write("subscribers", rows, total=total, settings=settings)
+    report.write("subscribers", rows, total=total, settings=settings)
 
 
 if __name__ == "__main__":

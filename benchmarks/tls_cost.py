@@ -32,7 +32,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-import _report
 from axon_ps.host.ports import free_ports
 from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.security import Security
@@ -41,6 +40,7 @@ from axon_ps.testing.cluster import LocalCluster
 from axon_ps.types import DType, Role
 from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
+from axon_ps_lab import report
 from cluster import cpu_s
 from data_plane import MIB, Ours
 from netns import Network, stop
@@ -244,9 +244,9 @@ def main() -> None:
         options.mib, options.rounds = 64, 5
     rows = [row for where in ("hosts", "loopback") for row in measure(where, options)]
     columns = ("where", "what", "way", "cpu_ns_per_byte", "tls_adds_ns", "gb_per_s", "cpu_of_plaintext")
-    _report.table("What mutual TLS costs", columns, [[row[c] for c in columns] for row in rows])
+    report.table("What mutual TLS costs", columns, [[row[c] for c in columns] for row in rows])
     about = {"mib": options.mib, "rounds": options.rounds, "chunk_numel": DEFAULT_CHUNK_NUMEL, "mbit": options.mbit}
-    _report.write("tls_cost", rows, **about, bound=BOUND)
+    report.write("tls_cost", rows, **about, bound=BOUND)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import _report
+from axon_ps_lab import report
 from netns import CONGESTION, Network
 from whole_step import Figures, Team, one_run, server_hosts
 
@@ -105,8 +105,8 @@ def main() -> None:
         r["times_equal"] = round(r["times_fsdp2"] / equal[r["side"]], 3)
     if len(set(orders.digests)) > 1:
         raise SystemExit(f"parameters depend on the order in which gradients arrive: {orders.digests}")
-    _report.table("Unequal sequences", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
-    _report.write("unequal", rows, settings=vars(options), congestion=CONGESTION, digests=orders.digests)
+    report.table("Unequal sequences", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
+    report.write("unequal", rows, settings=vars(options), congestion=CONGESTION, digests=orders.digests)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import _report
 from axon_ps.compress.registry import compressor
 from axon_ps.host.ports import free_ports
+from axon_ps_lab import report
 from cluster import Loopback, Place, Sockets, axon_cluster, cpu_s, rss_mib
 from netns import CONGESTION, Network, NetworkUnavailable
 from theory import Sizes, card_bytes
@@ -493,9 +493,9 @@ def main() -> None:
                 rows += bench(name, network, in_place, options, alone)
         except NetworkUnavailable as error:
             print(f"left out {place}: {error}", file=sys.stderr)
-    _report.table("Whole step", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
+    report.table("Whole step", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
     traced = [r for r in rows if r["trace"]]
-    _report.table(
+    report.table(
         "Where rank 0's step goes, of ours (see step_trace.py)",
         (*BREAKDOWN_OF, *BREAKDOWN),
         [[*(r[c] for c in BREAKDOWN_OF), *(round(r["trace"].get(c, 0.0), 3) for c in BREAKDOWN)] for r in traced],
@@ -504,7 +504,7 @@ def main() -> None:
     print(f"Forward and backward of one worker alone: {alone_s} s; the workers share {os.cpu_count()} cores.")
     settings = {k: v for k, v in vars(options).items() if k != "quick"}
     congestion = CONGESTION if set(options.places) - ONE_MACHINE.keys() else None
-    _report.write(options.write, rows, compute_alone_s=alone_s, settings=settings, congestion=congestion)
+    report.write(options.write, rows, compute_alone_s=alone_s, settings=settings, congestion=congestion)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ import hypothesis
 import psutil
 import pytest
 
-import loop_watchdog
 from axon_ps.host import loop_cache
 from axon_ps.observe.logging import ROOT
 from axon_ps.shard import loops
 from axon_ps.testing import preloaded
 from axon_ps_lab.faults.cluster import MODULES as SERVICES_IMPORT
+from axon_ps_lab.watchdog import loop_watchdog
 from tables import shown
 
 WORKERS_IMPORT = (

@@ -114,7 +114,8 @@ def test_only_the_command_line_exits() -> None:
     # the fork server's children end as programs do, `ending` only notices who exits, and a service that has failed in
     # an actor of Ray's is started again by Ray when its process ends
     programs = ("cli/", "host/tether.py", "worker/ending.py", "testing/fork_server.py", "ray/service.py")
-    programs += ("axon_ps_lab/__main__.py",)
+    programs += ("axon_ps_lab/__main__.py", "axon_ps_lab/campaigns/", "axon_ps_lab/fuzz/", "axon_ps_lab/interleavings/")
+    programs += ("axon_ps_lab/containers/", "axon_ps_lab/upgrade/")
     offenders = [name for name, tree in parsed(but=programs) if exits & set(attributes(tree))]
     assert offenders == []
 
@@ -170,7 +171,8 @@ def test_only_settings_and_the_workers_environment_read_the_environment() -> Non
     readers += ("cli/launch/standby.py", "ray/workers.py", "worker/subscription.py")
     readers += ("cli/main.py",)  # only the names, to say which of them are misspelt
     readers += ("parallel/torchrun/handler.py",)  # an agent's workers inherit what it was given
-    readers += ("axon_ps_lab/__main__.py",)
+    readers += ("axon_ps_lab/__main__.py", "axon_ps_lab/campaigns/", "axon_ps_lab/watchdog/")
+    readers += ("axon_ps_lab/containers/", "axon_ps_lab/upgrade/")
     readers += ("axon_ps_lab/faults/bit_flips.py",)  # a plugin, which is imported and not called
     readers += ("host/loop_cache.py",)  # numba's variables, which decide where its cache is
     reading = {"os.environ", "os.getenv", "os.environb"}

@@ -20,7 +20,7 @@ OF_LAUNCHERS = re.compile(
 )
 SET_ONLY = {
     *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"),  # by `axon-ps run`, for scripts
-    "PYTHONPATH",  # by `make lab`, for its campaigns
+    *("PATH", "PYTEST_CURRENT_TEST"),  # by shells and pytest, for campaigns and the watchdog of event loops
 }
 
 

@@ -6,66 +6,45 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from axon_ps.errors import ConfigurationError
+from axon_ps_lab.faults.fault import Fault
 
 T = TypeVar("T")
 
 
-class Kind(Enum):
-    """The kinds of faults."""
-
-    KILL = "kill"  # SIGKILL; a successor is started
-    FREEZE = "freeze"  # SIGSTOP for a while
-    RESET = "reset"  # all connections of a process are reset
-    BLACK_HOLE = "black_hole"  # nothing that a process sends or is sent arrives for a while, then all of it
-    DELAY = "delay"  # everything that a process sends or is sent arrives this much later, for a while
-    SLOW_LINK = "slow_link"  # a limit of bytes a second, in each direction of a connection, for a while
-    PARTITION = "partition"  # some members cannot reach the others for a while
-    CUT = "cut"  # two members cannot reach each other for a while, though all others reach both
-    FULL_DISK = "full_disk"  # the disk of the coordinator's state, or of the checkpoints, is full for a while
-    CLOCK_JUMP = "clock_jump"  # a process's wall clock jumps, and back when the fault is over
-    BIT_FLIP = "bit_flip"  # a bit in a shard server's memory
-    TRUNCATED_FILE = "truncated_file"  # a file of the newest checkpoint is cut, and the checkpoint is restored
-    KILL_TOGETHER = "kill_together"  # SIGKILL of the coordinator and a shard server at once; successors are started
-    FAILING_DISK = "failing_disk"  # the coordinator's state cannot be written, so that it ends; a successor is started
-    OLDER_STATE = (
-        "older_state"  # the coordinator is killed, and comes back with a copy of its state from a while before
-    )
-    TRUNCATED_JOURNAL = "truncated_journal"  # the coordinator is killed, and the end of its state is lost
-
-
 ROLES: Final = ("coordinator", "shard", "worker")
 
-POSSIBLE: Final[Mapping[Kind, tuple[str, ...]]] = dict.fromkeys(Kind, ROLES) | {
-    Kind.PARTITION: ("shard", "worker"),
-    Kind.CUT: ("shard", "worker"),
-    Kind.FULL_DISK: ("coordinator", "shard"),
-    Kind.BIT_FLIP: ("shard",),
-    Kind.TRUNCATED_FILE: ("coordinator", "shard"),
-    Kind.KILL_TOGETHER: ("shard",),
-    Kind.FAILING_DISK: ("coordinator",),
-    Kind.OLDER_STATE: ("coordinator",),
-    Kind.TRUNCATED_JOURNAL: ("coordinator",),
+POSSIBLE: Final[Mapping[Fault, tuple[str, ...]]] = {
+    **dict.fromkeys((Fault.KILL, Fault.FREEZE, Fault.RESET, Fault.BLACK_HOLE, Fault.DELAY, Fault.SLOW_LINK), ROLES),
+    Fault.PARTITION: ("shard", "worker"),
+    Fault.CUT: ("shard", "worker"),
+    Fault.FULL_DISK: ("coordinator", "shard"),
+    Fault.CLOCK_JUMP: ROLES,
+    Fault.BIT_FLIP: ("shard",),
+    Fault.TRUNCATED_FILE: ("coordinator", "shard"),
+    Fault.KILL_TOGETHER: ("shard",),
+    Fault.FAILING_DISK: ("coordinator",),
+    Fault.OLDER_STATE: ("coordinator",),
+    Fault.TRUNCATED_JOURNAL: ("coordinator",),
 }
-"""The roles that a kind of fault can strike.
+"""The kinds of faults of a campaign, and the roles that each can strike.
 
 A full disk is that of the coordinator's state, or of the shard servers' checkpoints. A truncated file is the manifest,
 which the coordinator reads, or a file that a shard server wrote.
 """
 
-FROM_OUTSIDE: Final = (Kind.KILL, Kind.FREEZE, Kind.TRUNCATED_FILE)
+FROM_OUTSIDE: Final = (Fault.KILL, Fault.FREEZE, Fault.TRUNCATED_FILE)
 """The kinds that can strike a job that the campaign has not started."""
 
 LASTING: Final = (
-    Kind.FREEZE, Kind.BLACK_HOLE, Kind.DELAY, Kind.SLOW_LINK, Kind.PARTITION, Kind.CUT, Kind.FULL_DISK,
-    Kind.OLDER_STATE,
+    Fault.FREEZE, Fault.BLACK_HOLE, Fault.DELAY, Fault.SLOW_LINK, Fault.PARTITION, Fault.CUT, Fault.FULL_DISK,
+    Fault.OLDER_STATE,
 )  # fmt: skip
 
-END_THE_COORDINATOR: Final = (Kind.KILL_TOGETHER, Kind.FAILING_DISK, Kind.OLDER_STATE, Kind.TRUNCATED_JOURNAL)
+END_THE_COORDINATOR: Final = (Fault.KILL_TOGETHER, Fault.FAILING_DISK, Fault.OLDER_STATE, Fault.TRUNCATED_JOURNAL)
 """The kinds that end the coordinator; none of them strikes from `spared_from` on."""
 
 
@@ -160,7 +139,7 @@ class Campaign:
     patience_s: float = 60.0
     at_most_s: float = 3600.0
     moments: float = 0.5
-    kinds: Mapping[Kind, KindOptions] = field(default_factory=dict)
+    kinds: Mapping[Fault, KindOptions] = field(default_factory=dict)
     target: Embedded | Job = field(default_factory=Embedded)
 
     @property
@@ -216,15 +195,15 @@ def parse(text: str, name: str) -> Campaign:
     return campaign
 
 
-def _kinds(table: Any, where: str) -> dict[Kind, KindOptions]:
+def _kinds(table: Any, where: str) -> dict[Fault, KindOptions]:
     if not isinstance(table, dict) or not table:
         raise ConfigurationError(f"{where} names no kind of fault; give at least one table, such as [kinds.kill]")
     kinds = {}
     for name, options in table.items():
-        if name not in {kind.value for kind in Kind}:
-            known = ", ".join(kind.value for kind in Kind)
+        if name not in {kind.value for kind in POSSIBLE}:
+            known = ", ".join(kind.value for kind in POSSIBLE)
             raise ConfigurationError(f"{where}: there is no kind {name!r}; use one of {known}")
-        kind = Kind(name)
+        kind = Fault(name)
         found = _made(KindOptions, options, f"{where}, [kinds.{name}]")
         roles = found.roles or POSSIBLE[kind]
         if impossible := [role for role in roles if role not in POSSIBLE[kind]]:
@@ -316,11 +295,11 @@ def _check_job(campaign: Campaign, job: Job, where: str) -> None:
             f"the campaign's; leave {'it' if len(inside) == 1 else 'them'} out, or have the campaign start a job of "
             "its own with [embedded]"
         )
-    if Kind.TRUNCATED_FILE in campaign.kinds and not job.checkpoint_dir:
+    if Fault.TRUNCATED_FILE in campaign.kinds and not job.checkpoint_dir:
         raise ConfigurationError(
             f"{where}: truncated_file needs the job's checkpoints; give checkpoint_dir in [job], or leave it out"
         )
-    struck = {role for k in (Kind.KILL, Kind.FREEZE) if k in campaign.kinds for role in campaign.kinds[k].roles}
+    struck = {role for k in (Fault.KILL, Fault.FREEZE) if k in campaign.kinds for role in campaign.kinds[k].roles}
     if "worker" in struck and not job.pid_files.get("worker"):
         raise ConfigurationError(
             f"{where}: workers listen on no address by which they could be found; give pid_files.worker in [job], or "

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from axon_ps.storage.manifest import MANIFEST_NAME, list_checkpoints
-from axon_ps_lab.chaos.plan import Fault
+from axon_ps_lab.chaos.plan import PlannedFault
 
 
-def truncated(directory: str, fault: Fault, restore: Callable[[str], str]) -> str:
+def truncated(directory: str, fault: PlannedFault, restore: Callable[[str], str]) -> str:
     """Cut a file of the newest checkpoint in two, and have the checkpoint restored; returns a note for the report.
 
     Args:

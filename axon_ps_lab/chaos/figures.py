@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from axon_ps.data.elastic import Coordinates, ElasticBatch, Position, SamplePlan
-from axon_ps_lab.chaos.plan import Fault
+from axon_ps_lab.chaos.plan import PlannedFault
 
 IGNORED: Final = ("saving", "saved", "copied", "skipped")
 """Events of the coordinator's history that are not effects of a fault."""
@@ -39,7 +39,7 @@ class Dealt:
         note: text for the report.
     """
 
-    fault: Fault
+    fault: PlannedFault
     target: str
     began: float
     ended: float
@@ -78,7 +78,7 @@ class Commit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class ComputedAttempt:
     """A step that a worker has tried; of several at the same version in the same generation, the last counts.
 
     Attributes:
@@ -113,14 +113,14 @@ class Events:
     dealt: list[Dealt] = field(default_factory=list)
     signs: list[Sign] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[ComputedAttempt] = field(default_factory=list)
     aborted: list[float] = field(default_factory=list)
     memory: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     ends: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class FaultOutcome:
     """The outcome of a fault.
 
     Attributes:
@@ -144,7 +144,7 @@ class Outcome:
     aborted: int
 
 
-def outcomes(events: Events) -> list[Outcome]:
+def outcomes(events: Events) -> list[FaultOutcome]:
     """Return the outcome of each fault, in order."""
     starts = [dealt.began for dealt in events.dealt]
     times = [commit.at for commit in events.commits]
@@ -156,7 +156,7 @@ def outcomes(events: Events) -> list[Outcome]:
         sign = next((s for s in events.signs if dealt.began <= s.at < until and s.kind not in IGNORED), None)
         after = bisect.bisect_right(times, dealt.began)
         found.append(
-            Outcome(
+            FaultOutcome(
                 dealt=dealt,
                 detection_s=None if sign is None else sign.at - dealt.began,
                 sign="" if sign is None else f"{sign.kind}: {sign.text}",
@@ -277,15 +277,15 @@ def memory(weighed: Mapping[str, Sequence[tuple[int, int]]]) -> list[Memory]:
     return found
 
 
-def table(results: Sequence[Outcome]) -> list[dict[str, Any]]:
+def table(results: Sequence[FaultOutcome]) -> list[dict[str, Any]]:
     """Return a row for each kind and role: number of faults, detection, next commit, losses."""
-    groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[FaultOutcome]] = defaultdict(list)
     for result in results:
         groups[result.dealt.fault.kind.value, result.dealt.fault.role].append(result)
     return [{"kind": kind, "role": role, **_row(some)} for (kind, role), some in sorted(groups.items())]
 
 
-def _row(some: Sequence[Outcome]) -> dict[str, Any]:
+def _row(some: Sequence[FaultOutcome]) -> dict[str, Any]:
     detected = [r.detection_s for r in some if r.detection_s is not None]
     commits = [r.next_commit_s for r in some if r.next_commit_s is not None]
     return {

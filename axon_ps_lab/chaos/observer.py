@@ -67,6 +67,11 @@ class Observer:
         if not self._thread.is_alive():
             self._loop.close()
 
+    @property
+    def corruptions(self) -> list[str]:
+        """The texts of the corruptions that the coordinator has reported."""
+        return [sign.text for sign in list(self.signs) if sign.kind == "corrupt"]
+
     def status(self, timeout_s: float = 1.0) -> Status | None:
         """Return the job's status; None = the coordinator does not answer."""
 

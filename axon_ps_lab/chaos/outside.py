@@ -14,12 +14,13 @@ from typing import Final
 from axon_ps.errors import AxonError, ConfigurationError, Unreachable
 from axon_ps.rpc.security import Security
 from axon_ps.wire.events import Status
-from axon_ps_lab.chaos.campaign import Job, Kind
+from axon_ps_lab.chaos.campaign import Job
 from axon_ps_lab.chaos.checkpoints import truncated
 from axon_ps_lab.chaos.figures import Events
 from axon_ps_lab.chaos.memory import resident_bytes
 from axon_ps_lab.chaos.observer import Observer
-from axon_ps_lab.chaos.plan import Fault
+from axon_ps_lab.chaos.plan import PlannedFault
+from axon_ps_lab.faults.fault import Fault
 from axon_ps_lab.faults.proxy import owner_of
 
 _POLL_S: Final = 0.05
@@ -96,16 +97,16 @@ class RunningJob:
             and not any(model.lacking for model in status.models)
         )
 
-    def deal(self, fault: Fault) -> tuple[str, float, str]:
+    def deal(self, fault: PlannedFault) -> tuple[str, float, str]:
         """Inject a fault, and return when it is over; see `Struck.deal`."""
         time.sleep(fault.after_s)
-        if fault.kind is Kind.TRUNCATED_FILE:
+        if fault.kind is Fault.TRUNCATED_FILE:
             began = time.monotonic()
             return fault.role, began, truncated(self._job.checkpoint_dir, fault, self._restore)
         pids = self._pids(fault.role)
         pid = pids[fault.index % len(pids)]
         began = time.monotonic()
-        if fault.kind is Kind.KILL:
+        if fault.kind is Fault.KILL:
             _send(pid, signal.SIGKILL)
         else:
             _send(pid, signal.SIGSTOP)

@@ -6,9 +6,10 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from axon_ps_lab.chaos.campaign import END_THE_COORDINATOR, LASTING, Campaign, Embedded, Job, Kind, KindOptions
+from axon_ps_lab.chaos.campaign import END_THE_COORDINATOR, LASTING, Campaign, Embedded, Job, KindOptions
+from axon_ps_lab.faults.fault import Fault
 
-OUTAGES: Final = (Kind.FREEZE, Kind.BLACK_HOLE, Kind.PARTITION, Kind.CUT)
+OUTAGES: Final = (Fault.FREEZE, Fault.BLACK_HOLE, Fault.PARTITION, Fault.CUT)
 """A worker that is struck by one of these for longer than its lease stops being a member."""
 
 MOMENTS: Final = ("GATHER", "FORWARD", "BACKWARD", "PUSH", "VOTE", "BETWEEN_STEPS", "DECISION")
@@ -21,7 +22,7 @@ ProcessKey = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class PlannedFault:
     """One fault.
 
     Attributes:
@@ -38,7 +39,7 @@ class Fault:
     """
 
     number: int
-    kind: Kind
+    kind: Fault
     role: str
     index: int
     seconds: float = 0.0
@@ -52,36 +53,36 @@ class Fault:
     def name(self) -> str:
         """The fault as text."""
         lasting = f" for {self.seconds:g} s" if self.seconds else ""
-        amount = {Kind.CLOCK_JUMP: f" by {self.amount:+g} s", Kind.SLOW_LINK: f" of {self.amount / 1e6:g} MB/s"}
+        amount = {Fault.CLOCK_JUMP: f" by {self.amount:+g} s", Fault.SLOW_LINK: f" of {self.amount / 1e6:g} MB/s"}
         at = f" at {self.moment}" if self.moment else ""
         target = " + ".join(f"{role} {index}" for role, index in self.side or ((self.role, self.index),))
         return f"{self.kind.value.replace('_', ' ')}{amount.get(self.kind, '')} of {target}{lasting}{at}"
 
 
-def planned(campaign: Campaign) -> list[Fault]:
+def planned(campaign: Campaign) -> list[PlannedFault]:
     """Return the faults of a campaign, in order."""
     chance = random.Random(campaign.seed)
     return [_fault(campaign, number, chance) for number in range(1, campaign.faults + 1)]
 
 
-def _fault(campaign: Campaign, number: int, chance: random.Random) -> Fault:
+def _fault(campaign: Campaign, number: int, chance: random.Random) -> PlannedFault:
     target = campaign.target
     spares = isinstance(target, Embedded) and number > target.spared_from * campaign.faults
     kinds = [k for k in campaign.kinds if not (spares and k in END_THE_COORDINATOR)] or list(campaign.kinds)
     kind = chance.choices(kinds, [campaign.kinds[k].weight for k in kinds])[0]
     options = campaign.kinds[kind]
-    seconds = chance.choice(options.seconds) if kind in (*LASTING, Kind.CLOCK_JUMP) else 0.0
+    seconds = chance.choice(options.seconds) if kind in (*LASTING, Fault.CLOCK_JUMP) else 0.0
     indices = _indices(target, kind, options, seconds, spares=spares)
     role = chance.choice(list(indices))
     index = chance.choice(indices[role])
-    amount = {Kind.CLOCK_JUMP: chance.choice(options.jump_s), Kind.SLOW_LINK: options.bytes_per_s}.get(kind, 0.0)
+    amount = {Fault.CLOCK_JUMP: chance.choice(options.jump_s), Fault.SLOW_LINK: options.bytes_per_s}.get(kind, 0.0)
     moment = chance.choice(MOMENTS) if chance.random() < campaign.moments and isinstance(target, Embedded) else ""
     side: tuple[ProcessKey, ...] = ()
-    if kind is Kind.PARTITION and isinstance(target, Embedded):
+    if kind is Fault.PARTITION and isinstance(target, Embedded):
         side = _side(target, (role, index), chance, spares=spares)
-    if kind is Kind.CUT and isinstance(target, Embedded):
+    if kind is Fault.CUT and isinstance(target, Embedded):
         side = (_other(target, (role, index), chance),)
-    return Fault(
+    return PlannedFault(
         number=number,
         kind=kind,
         role=role,
@@ -96,14 +97,14 @@ def _fault(campaign: Campaign, number: int, chance: random.Random) -> Fault:
 
 
 def _indices(
-    target: Embedded | Job, kind: Kind, options: KindOptions, seconds: float, *, spares: bool
+    target: Embedded | Job, kind: Fault, options: KindOptions, seconds: float, *, spares: bool
 ) -> dict[str, range]:
     """Return by role the numbers of the processes that may be struck."""
     if isinstance(target, Job):  # the number of processes is determined when the fault strikes
         return dict.fromkeys(options.roles, range(64))
     counts = {"coordinator": 1, "shard": target.shards, "worker": target.workers}
     leaves = kind in OUTAGES and seconds >= target.lease_s / 2
-    spared = {role: spares and (kind is Kind.KILL or (role == "worker" and leaves)) for role in options.roles}
+    spared = {role: spares and (kind is Fault.KILL or (role == "worker" and leaves)) for role in options.roles}
     found = {role: range(int(spared[role]), counts[role]) for role in options.roles}
     return {role: some for role, some in found.items() if some} or dict.fromkeys(options.roles, range(1))
 

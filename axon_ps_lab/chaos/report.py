@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from axon_ps_lab.chaos.campaign import Embedded
-from axon_ps_lab.chaos.figures import Events, Outcome, memory, rounded, table
+from axon_ps_lab.chaos.figures import Events, FaultOutcome, memory, rounded, table
 from axon_ps_lab.chaos.runner import Result
 
 BINS: Final = 240
@@ -77,7 +77,7 @@ def _thinned(series: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return list(series[::stride])
 
 
-def _entry(outcome: Outcome, began: float) -> dict[str, Any]:
+def _entry(outcome: FaultOutcome, began: float) -> dict[str, Any]:
     dealt = outcome.dealt
     return {
         "number": dealt.fault.number,

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 
 from axon_ps.errors import AxonError
 from axon_ps_lab.chaos.campaign import Campaign
-from axon_ps_lab.chaos.figures import Dealt, Events, Outcome, Samples, memory, outcomes
-from axon_ps_lab.chaos.plan import Fault, planned
+from axon_ps_lab.chaos.figures import Dealt, Events, FaultOutcome, Samples, memory, outcomes
+from axon_ps_lab.chaos.plan import PlannedFault, planned
 
 WEIGHED_EVERY: Final = 10
 _POLL_S: Final = 0.05
@@ -44,7 +44,7 @@ class Struck(Protocol):
     def is_complete(self) -> bool:
         """Return True if the job has all members and copies."""
 
-    def deal(self, fault: Fault) -> tuple[str, float, str]:
+    def deal(self, fault: PlannedFault) -> tuple[str, float, str]:
         """Inject a fault, and return when it is over.
 
         Returns:
@@ -87,7 +87,7 @@ class Result:
     interrupted: bool = False
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[FaultOutcome]:
         """The outcomes of the faults, in order."""
         return outcomes(self.events)
 
@@ -163,7 +163,7 @@ class Runner:
                 break
             self._deal(fault)
 
-    def _deal(self, fault: Fault) -> None:
+    def _deal(self, fault: PlannedFault) -> None:
         began = time.monotonic()
         target, note, ended, complete = fault.role, "", 0.0, 0.0
         try:

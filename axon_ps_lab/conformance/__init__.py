@@ -8,12 +8,15 @@ compare with plain numpy. `run_in_threads` makes groups of threads, `run_in_worl
     assert all(report.ok for report in reports), reports
 """
 
+import warnings
+from typing import Any
+
 from axon_ps_lab.conformance.arguments import check_arguments
 from axon_ps_lab.conformance.device import DeviceBackend
 from axon_ps_lab.conformance.runner import (
     SIZES,
     SPARES,
-    Report,
+    ConformanceReport,
     conformance_worker,
     run_conformance,
     run_in_threads,
@@ -23,11 +26,19 @@ from axon_ps_lab.conformance.runner import (
 __all__ = [
     "SIZES",
     "SPARES",
+    "ConformanceReport",
     "DeviceBackend",
-    "Report",
     "check_arguments",
     "conformance_worker",
     "run_conformance",
     "run_in_threads",
     "run_in_world",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Give `ConformanceReport` by its old name, for one release."""
+    if name != "Report":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("axon_ps_lab.conformance.Report is called ConformanceReport now", DeprecationWarning, stacklevel=2)
+    return ConformanceReport

@@ -35,7 +35,7 @@ _Case = Callable[[Trial], None]
 
 
 @dataclass
-class Report:
+class ConformanceReport:
     """The results of the cases on one rank.
 
     Attributes:
@@ -58,7 +58,7 @@ class Report:
 
 def run_conformance(
     backend: Backend, *, exact_order: bool = True, spares: Sequence[Backend] = (), timeout_s: float = CALL_S
-) -> Report:
+) -> ConformanceReport:
     """Run all cases on a group; every one of its ranks must call it.
 
     Args:
@@ -69,7 +69,7 @@ def run_conformance(
             are skipped. The spares cannot be used afterwards; the caller closes them.
         timeout_s: seconds for a call that must succeed.
     """
-    report = Report()
+    report = ConformanceReport()
     trial = Trial(backend, exact_order=exact_order, timeout_s=timeout_s)
     for case in (*results.CASES, *agreement.CASES, *messages.CASES):
         if not _run(case, trial, report):
@@ -90,7 +90,7 @@ def run_conformance(
     return report
 
 
-def _run(case: _Case, trial: Trial, report: Report) -> bool:
+def _run(case: _Case, trial: Trial, report: ConformanceReport) -> bool:
     """Run a case; returns True if the ranks are still synchronized."""
     trial.wrong = []
     begin = time.monotonic()
@@ -116,7 +116,7 @@ def run_in_threads(
     nodes: Sequence[str] = (),
     exact_order: bool = True,
     timeout_s: float = CALL_S,
-) -> list[Report]:
+) -> list[ConformanceReport]:
     """Run the suite on a group of `n` threads of this process; returns the reports by rank.
 
     Args:
@@ -129,7 +129,7 @@ def run_in_threads(
     groups = [
         mock_contexts(n, nodes=nodes, name=f"conformance/{g}", ranks=range(10, 10 + n)) for g in range(1 + SPARES)
     ]
-    reports: list[Report] = [Report(failures=["it did not end"]) for _ in range(n)]
+    reports: list[ConformanceReport] = [ConformanceReport(failures=["it did not end"]) for _ in range(n)]
     all_done = threading.Barrier(n)  # a backend that is closed earlier may disturb the others
 
     def run(rank: int) -> None:
@@ -140,7 +140,7 @@ def run_in_threads(
                 backends[0], exact_order=exact_order, spares=backends[1:], timeout_s=timeout_s
             )
         except Exception as error:  # any error: the other ranks wait for this one below
-            reports[rank] = Report(failures=[f"the backend cannot be made: {error}"])
+            reports[rank] = ConformanceReport(failures=[f"the backend cannot be made: {error}"])
         all_done.wait()
         for backend in backends:
             backend.close()
@@ -160,7 +160,7 @@ def run_in_world(
     *,
     exact_order: bool = True,
     timeout_s: float = CALL_S,
-) -> dict[int, Report]:
+) -> dict[int, ConformanceReport]:
     """Run the suite on groups of the last workers of a job, and `check_arguments`; every worker must call it.
 
     Args:
@@ -194,7 +194,7 @@ def run_in_world(
 
 def conformance_worker(
     backends: Mapping[str, bool], sizes: Sequence[int] = SIZES, *, timeout_s: float = CALL_S
-) -> dict[str, dict[int, Report]]:
+) -> dict[str, dict[int, ConformanceReport]]:
     """Run `run_in_world` in a worker process; all workers of the job must call it.
 
     Example: `LocalCluster.run_workers(conformance_worker, args=({"shm": True, "hierarchical": False},))`.

@@ -94,20 +94,20 @@ def from_dlpack(tensor: Any) -> DeviceArray:
 # ---------------------------------------------------------------------- streams
 
 
-class Stream:
+class HostStream:
     """A stream whose work is done at once; within `with` it is the current one."""
 
     def __init__(self, non_blocking: bool = False) -> None:
         self.ptr = next(_pointers) if non_blocking else 0
 
     @classmethod
-    def from_external(cls, stream: Any) -> Stream:
+    def from_external(cls, stream: Any) -> HostStream:
         """Return a stream that other code has made."""
         made = cls()
         _, made.ptr = stream.__cuda_stream__()
         return made
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> HostStream:
         _thread.streams.append(self)
         return self
 
@@ -141,14 +141,14 @@ class Device:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.streams = [Stream()]
+        self.streams = [HostStream()]
         self.group: list[Callable[[], None]] | None = None
 
 
 _thread = _Thread()
 
 
-def current_stream() -> Stream:
+def current_stream() -> HostStream:
     """Return the calling thread's stream."""
     return _thread.streams[-1]
 
@@ -303,7 +303,7 @@ def modules(devices: int) -> dict[str, ModuleType]:
             "nccl": nccl,
             "runtime": runtime,
             "Device": Device,
-            "Stream": Stream,
+            "Stream": HostStream,
             "get_current_stream": current_stream,
         },
         runtime: {"getDeviceCount": lambda: devices},

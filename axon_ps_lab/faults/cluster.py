@@ -24,7 +24,7 @@ from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Role
 from axon_ps_lab.faults import clock_jumps, injector, stacks, trimming
 from axon_ps_lab.faults.clock_jumps import Clocks
-from axon_ps_lab.faults.injector import Moments
+from axon_ps_lab.faults.injector import ArmedMoments
 from axon_ps_lab.faults.proxy import Disturbance, Proxies, TcpProxy, listening_ports
 
 MODULES = (
@@ -104,7 +104,7 @@ class FaultyCluster(LocalCluster):
             AxonError: a service ended, or did not listen in time; its log is in the message.
         """
         self.directory = self._processes.open()
-        self.moments = Moments(self.directory)
+        self.moments = ArmedMoments(self.directory)
         self.clocks = Clocks(self.directory)
         self.state = (self._state_dir or self.directory) / "coordinator.sqlite"
         self._proxies.__enter__()

@@ -14,7 +14,8 @@ from axon_ps.host.children import Child
 from axon_ps.storage.state_store.etcd_cluster import EtcdAddress, EtcdCluster, found, read
 from axon_ps.testing.cluster import LocalCluster
 from axon_ps_lab.etcd import LocalEtcd
-from axon_ps_lab.faults.proxy import Disturbance, Kind, Proxies, TcpProxy
+from axon_ps_lab.faults.fault import Fault
+from axon_ps_lab.faults.proxy import Disturbance, Proxies, TcpProxy
 
 PREFIX: Final = "/failover"
 COORDINATORS: Final = 2
@@ -71,11 +72,11 @@ class FailoverCluster(LocalCluster):
     def cut_from_etcd(self, index: int, seconds: float) -> None:
         """Delay all bytes between a coordinator and etcd until `seconds` have passed."""
         for proxy in self._to_etcd[index]:
-            proxy.disturb(Disturbance(kind=Kind.BLACK_HOLE, seconds=seconds))
+            proxy.disturb(Disturbance(kind=Fault.BLACK_HOLE, seconds=seconds))
 
     def cut_from_members(self, index: int, seconds: float) -> None:
         """Delay all bytes between a coordinator and the members of the job until `seconds` have passed."""
-        self._to_coordinators[index].disturb(Disturbance(kind=Kind.BLACK_HOLE, seconds=seconds))
+        self._to_coordinators[index].disturb(Disturbance(kind=Fault.BLACK_HOLE, seconds=seconds))
 
     def writers(self) -> list[tuple[int, str]]:
         """Return the transactions that wrote the job's state: revision, and id of the leadership that wrote it.

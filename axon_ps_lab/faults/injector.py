@@ -1,8 +1,8 @@
 """The fault injector: processes stop at a moment of a step until the test releases them.
 
-The test uses `Moments`, a process `Injector`. They share a small file, mapped by both. Two bytes per process contain
-the moment at which it has to stop, and the first version, so a moment that is not armed costs one read of memory. To
-stop, a process connects to the test's Unix socket and waits until the test closes that connection.
+The test uses `ArmedMoments`, a process `Injector`. They share a small file, mapped by both. Two bytes per process
+contain the moment at which it has to stop, and the first version, so a moment that is not armed costs one read of
+memory. To stop, a process connects to the test's Unix socket and waits until the test closes that connection.
 
 Invariants: an armed moment is hit once; a process continues when the test is gone, or after `MAX_STOP_S`.
 """
@@ -42,7 +42,7 @@ class Injector:
     """The part of a process: a watcher of `observe.moments`.
 
     Args:
-        directory: the directory of `Moments`.
+        directory: the directory of `ArmedMoments`.
         slot: the test's number of this process.
     """
 
@@ -97,7 +97,7 @@ class Hit:
         self.connection.close()
 
 
-class Moments:
+class ArmedMoments:
     """The part of the test. One thread uses it.
 
     Args:

@@ -18,9 +18,10 @@ import threading
 import time
 from collections.abc import Collection, Coroutine, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from types import TracebackType
 from typing import Any, TypeVar
+
+from axon_ps_lab.faults.fault import Fault
 
 Returned = TypeVar("Returned")
 
@@ -36,29 +37,18 @@ class ProxiesStalled(Exception):
     """The thread of the proxies did not run, so nothing was forwarded: the test or its machine is at fault."""
 
 
-class Kind(Enum):
-    """The kinds of disturbance of a connection."""
-
-    RESET = "reset"  # closed on both sides with a TCP reset
-    HALF_CLOSE = "half-close"  # the client's direction ends (FIN); the server's goes on until the server ends it
-    BLACK_HOLE = "black hole"  # nothing arrives for a time, then everything does
-    DELAY = "delay"  # bytes that are sent within a time arrive that much later
-    RESETS = "resets"  # existing and new connections are reset, for a time
-    SLOW = "slow"  # a limit of bytes a second, in each direction of a connection, for a time
-
-
 @dataclass(frozen=True, kw_only=True)
 class Disturbance:
     """A disturbance.
 
     Attributes:
-        kind: its kind.
+        kind: a fault of connections, but for PARTITION and CUT.
         seconds: duration of the silence, the delay, the resets or the slow link; 0 for a single event.
         every_s: RESETS: the interval.
-        bytes_per_s: SLOW: the rate.
+        bytes_per_s: SLOW_LINK: the rate.
     """
 
-    kind: Kind
+    kind: Fault
     seconds: float = 0.0
     every_s: float = 0.1
     bytes_per_s: float = 1e6
@@ -66,7 +56,7 @@ class Disturbance:
     @property
     def heals_after_s(self) -> float:
         """Seconds until the disturbance is over."""
-        return 2 * self.seconds if self.kind is Kind.DELAY else self.seconds
+        return 2 * self.seconds if self.kind is Fault.DELAY else self.seconds
 
 
 class _Clients:
@@ -103,15 +93,15 @@ class _Rule:
     def deliver_at(self, read_at: float) -> float:
         """Return the time at which bytes that were read at `read_at` may be written."""
         ends = self.began + self.what.seconds
-        if self.what.kind is Kind.BLACK_HOLE:
+        if self.what.kind is Fault.BLACK_HOLE:
             return ends
-        if self.what.kind is Kind.DELAY and self.began <= read_at < ends:
+        if self.what.kind is Fault.DELAY and self.began <= read_at < ends:
             return read_at + self.what.seconds
         return read_at
 
     def pause_s(self, count: int) -> float:
         """Return the time that so many bytes take."""
-        if self.what.kind is not Kind.SLOW:
+        if self.what.kind is not Fault.SLOW_LINK:
             return 0.0
         return min(count / self.what.bytes_per_s, max(0.0, self.began + self.what.seconds - time.monotonic()))
 
@@ -269,14 +259,14 @@ class TcpProxy:
         return max((r.pause_s(count) for r in self._rules if _matches(r.clients, connection)), default=0.0)
 
     async def _disturb(self, what: Disturbance, clients: _Clients | None) -> None:
-        if what.kind in (Kind.BLACK_HOLE, Kind.DELAY, Kind.SLOW):
+        if what.kind in (Fault.BLACK_HOLE, Fault.DELAY, Fault.SLOW_LINK):
             rule = _Rule(what, clients, time.monotonic())
             self._rules.append(rule)
             self._loop.call_later(what.heals_after_s + 0.1, self._rules.remove, rule)
-        elif what.kind is Kind.HALF_CLOSE:
+        elif what.kind is Fault.HALF_CLOSE:
             for connection in self._matching(clients):
                 connection.half_close()
-        elif what.kind is Kind.RESET:
+        elif what.kind is Fault.RESET:
             self._reset(clients)
         else:
             self._start(self._reset_for(what, clients))

@@ -14,7 +14,7 @@ from axon_ps.shard.client.line import SHORT_RTT_S
 from axon_ps_lab.simulate.fluid import Fluid, Resource
 from axon_ps_lab.simulate.profile import Profile
 from axon_ps_lab.simulate.scenario import Scenario
-from axon_ps_lab.simulate.tables import Workers, wire_bytes
+from axon_ps_lab.simulate.tables import WorkersTable, wire_bytes
 
 RECEIVED = 0.94
 """The fraction of its rate at which a card receives from several hosts that send at once.
@@ -189,7 +189,7 @@ class Cluster:
         """The number of servers on the same cores."""
         return float(self.servers.count if self.scenario.network.shared_cores else 1)
 
-    def compute(self, group: Hosts, kind: Workers, seconds: float) -> simpy.Event:
+    def compute(self, group: Hosts, kind: WorkersTable, seconds: float) -> simpy.Event:
         """Compute for `seconds` on a device of each worker of a group."""
         if kind.device != "cpu":
             return self.env.timeout(seconds)

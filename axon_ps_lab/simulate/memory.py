@@ -9,7 +9,7 @@ from __future__ import annotations
 from axon_ps.optim.registry import create
 from axon_ps.sharding.memory import slice_bytes
 from axon_ps_lab.simulate.scenario import Scenario
-from axon_ps_lab.simulate.tables import BUFFERS, DTYPES, Workers
+from axon_ps_lab.simulate.tables import BUFFERS, DTYPES, WorkersTable
 
 _F32 = 4
 
@@ -20,7 +20,7 @@ def server_bytes(scenario: Scenario) -> int:
     return -(-sum(sizes) * scenario.copies // scenario.num_servers)
 
 
-def parameter_bytes(scenario: Scenario, group: Workers) -> int:
+def parameter_bytes(scenario: Scenario, group: WorkersTable) -> int:
     """Return the peak bytes of a worker's parameters, by the formulas of `parallel.fsdp.stats`, tested on real jobs."""
     job = scenario.job
     numels = [unit.numel for unit in scenario.spec.layout.units]
@@ -38,7 +38,7 @@ def parameter_bytes(scenario: Scenario, group: Workers) -> int:
     return prefetched
 
 
-def gradient_bytes(scenario: Scenario, group: Workers) -> int:
+def gradient_bytes(scenario: Scenario, group: WorkersTable) -> int:
     """Return the bytes of gradients on their way, in f32 where they are compressed, and of compression's residuals."""
     job, precision = scenario.job, scenario.spec.precision
     numels = [unit.numel for unit in scenario.spec.layout.units]

@@ -22,7 +22,7 @@ from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import default_options
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType
-from axon_ps_lab.simulate.tables import DTYPES, Failures, Job, Model, Network, Servers, Table, Workers
+from axon_ps_lab.simulate.tables import DTYPES, Failures, Job, ModelTable, Network, Servers, Table, WorkersTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,11 @@ class Scenario:
     """
 
     TABLES: ClassVar[Mapping[str, type[Table]]] = {
-        "model": Model, "job": Job, "servers": Servers, "network": Network, "failures": Failures,
+        "model": ModelTable, "job": Job, "servers": Servers, "network": Network, "failures": Failures,
     }  # fmt: skip
 
-    model: Model
-    workers: tuple[Workers, ...]
+    model: ModelTable
+    workers: tuple[WorkersTable, ...]
     job: Job = field(default_factory=Job)
     servers: Servers = field(default_factory=Servers)
     network: Network = field(default_factory=Network)
@@ -97,7 +97,7 @@ class Scenario:
         groups = tables.get("workers", [])
         made: dict[str, Any] = {
             "workers": tuple(
-                _made(Workers, group, "workers") for group in (groups if isinstance(groups, list) else [groups])
+                _made(WorkersTable, group, "workers") for group in (groups if isinstance(groups, list) else [groups])
             )
         }
         for name, table in cls.TABLES.items():
@@ -144,7 +144,7 @@ class Scenario:
         """The dtype of parameters at a worker after their arrival: decompressed, for computing."""
         return DTYPES.get(self.job.sent, DTYPES[self.job.compute])
 
-    def buffered(self, group: Workers) -> bool:
+    def buffered(self, group: WorkersTable) -> bool:
         """Return True if workers gather into buffers, and not into the memory that they compute with."""
         return group.device == "gpu" or self.gathered_as != DTYPES[self.job.compute]
 
@@ -178,7 +178,7 @@ class Scenario:
         )
 
 
-def _transformer(values: dict[str, Any]) -> Model:
+def _transformer(values: dict[str, Any]) -> ModelTable:
     _known(values, ("transformer",), "[model] with a transformer")
     shape = values["transformer"]
     names = ("layers", "width", "vocabulary")
@@ -188,7 +188,7 @@ def _transformer(values: dict[str, Any]) -> Model:
     for name in names:
         if not isinstance(shape[name], int) or isinstance(shape[name], bool) or shape[name] < 1:
             raise InvalidRequest(f"model.transformer.{name} is {shape[name]!r}; it must be an integer above 0")
-    return Model.transformer(**shape)
+    return ModelTable.transformer(**shape)
 
 
 def _made(table: type[Table], values: Any, where: str) -> Any:

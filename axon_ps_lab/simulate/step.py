@@ -19,7 +19,7 @@ from axon_ps_lab.simulate.cluster import Cluster, Hosts
 from axon_ps_lab.simulate.fluid import Process, Resource
 from axon_ps_lab.simulate.profile import Profile
 from axon_ps_lab.simulate.scenario import Scenario
-from axon_ps_lab.simulate.tables import BUFFERS, DTYPES, Workers, wire_bytes
+from axon_ps_lab.simulate.tables import BUFFERS, DTYPES, WorkersTable, wire_bytes
 
 _FORWARD = 1 / 3  # of compute; backward makes two products for forward's one
 _SHORT = 0.5  # of a step; a resource in use for longer limits the step
@@ -129,7 +129,7 @@ class _Job:
 class _Worker:
     """The workers of a group; one of them is simulated for all."""
 
-    def __init__(self, cluster: Cluster, job: _Job, hosts: Hosts, kind: Workers) -> None:
+    def __init__(self, cluster: Cluster, job: _Job, hosts: Hosts, kind: WorkersTable) -> None:
         scenario = cluster.scenario
         self._cluster, self._job, self._hosts, self._kind = cluster, job, hosts, kind
         self._env = cluster.env

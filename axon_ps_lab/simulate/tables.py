@@ -25,7 +25,7 @@ _FLOPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelTable:
     """`[model]`: numbers of elements that are gathered together, in forward order.
 
     Attributes:
@@ -114,7 +114,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workers:
+class WorkersTable:
     """`[[workers]]`: equal worker hosts.
 
     Attributes:
@@ -151,7 +151,7 @@ class Workers:
                 "of forward and backward of a step, or the operations a second that a device achieves"
             )
 
-    def step_s(self, model: Model, job: Job) -> float:
+    def step_s(self, model: ModelTable, job: Job) -> float:
         """Return the seconds of forward and backward of a step on a device."""
         return self.compute_s or _FLOPS * model.numel * job.tokens / self.flops
 
@@ -236,7 +236,7 @@ class Failures:
         _at_least(self, "failures", **dict.fromkeys(numbers, 0.0))
 
 
-Table: TypeAlias = Model | Job | Workers | Servers | Network | Failures
+Table: TypeAlias = ModelTable | Job | WorkersTable | Servers | Network | Failures
 
 
 def wire_bytes(wire: str, numel: int) -> int:

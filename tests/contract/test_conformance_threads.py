@@ -10,10 +10,10 @@ import pytest
 from axon_ps.collectives.backends.base import Backend, GroupContext, Operation, Request
 from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend
 from axon_ps.collectives.backends.mock import MockBackend
-from axon_ps_lab.conformance import Report, run_conformance, run_in_threads
+from axon_ps_lab.conformance import ConformanceReport, run_conformance, run_in_threads
 
 
-def failures(reports: Sequence[Report]) -> list[str]:
+def failures(reports: Sequence[ConformanceReport]) -> list[str]:
     return [failure for report in reports for failure in report.failures]
 
 

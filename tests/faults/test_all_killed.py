@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from all_killed import Life, Supervisor, undisturbed
 from axon_ps.observe.moments import Moment
+from axon_ps_lab.campaigns.all_killed import Life, Supervisor, undisturbed
 
 STEPS = 24
 LIVES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flip_run import run
+from axon_ps_lab.campaigns.flips import run
 
 
 def test_each_is_found_and_named_and_the_values_are_those_of_a_job_without(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from axon_ps.testing import LocalCluster
 from axon_ps.types import Role
 from axon_ps_lab.chaos import campaign as campaigns
 from axon_ps_lab.chaos import run
-from axon_ps_lab.chaos.campaign import Kind
 from axon_ps_lab.chaos.outside import RunningJob
 from axon_ps_lab.chaos.plan import planned
+from axon_ps_lab.faults.fault import Fault
 from checkpointed_job import until
 from command_line import AXON_PS, environment
 from deadlines import HANG_S
@@ -45,7 +45,7 @@ seconds = 0.1
 
 def test_a_short_campaign_loses_nothing() -> None:
     campaign = campaigns.parse(SHORT, "short.toml")
-    killed = {fault.role for fault in planned(campaign) if fault.kind is Kind.KILL}
+    killed = {fault.role for fault in planned(campaign) if fault.kind is Fault.KILL}
     assert killed == {"coordinator", "shard", "worker"}, "choose another seed"
     lines: list[str] = []
     result = run.run_embedded(campaign, lines.append)
@@ -54,7 +54,7 @@ def test_a_short_campaign_loses_nothing() -> None:
     assert result.samples is not None
     assert result.samples.steps == result.steps
     assert result.bits_different == 0
-    kills = [o for o in result.outcomes if o.dealt.fault.kind is Kind.KILL]
+    kills = [o for o in result.outcomes if o.dealt.fault.kind is Fault.KILL]
     assert all(o.detection_s is not None and o.next_commit_s is not None for o in kills)
     assert len(lines) >= campaign.faults
 
@@ -106,7 +106,7 @@ def test_servers_of_a_running_job_are_killed_and_frozen(tmp_path: Path) -> None:
         assert worker.result().error == ""
     (found,) = result
     assert found.problems == []
-    assert {dealt.fault.kind for dealt in found.events.dealt} == {Kind.KILL, Kind.FREEZE}
+    assert {dealt.fault.kind for dealt in found.events.dealt} == {Fault.KILL, Fault.FREEZE}
     assert sum(outcome.steps_lost for outcome in found.outcomes) == 0
     assert found.samples is None
     assert all(o.next_commit_s is not None for o in found.outcomes[:-1])

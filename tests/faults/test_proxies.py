@@ -17,8 +17,8 @@ from axon_ps.testing import LocalCluster
 from axon_ps.testing.processes import PROXY
 from axon_ps.testing.workers import WorkerFailed, WorkerProcess, results_of
 from axon_ps.types import Role
+from axon_ps_lab.campaigns.failover_job import plain, steps_of, train, until
 from deadlines import HANG_S
-from failover_job import plain, steps_of, train, until
 
 SOON_S = HANG_S
 LEASE_S = 2.0

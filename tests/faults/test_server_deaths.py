@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,24 +20,10 @@ from axon_ps import parallel
 from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Role
+from axon_ps_lab.campaigns.ended_job import EndedJob, Trained, assert_same_bits, until
 from deadlines import HANG_S
-from parity_model import Block, Values, batch, build, wrapped
-
-SOON_S = HANG_S
-MORE = 10
-"""Steps that are made after everything that a test does."""
-
-
-@dataclass
-class Trained:
-    """What came of a worker: at which versions steps were aborted, and why; the last version; and the values."""
-
-    aborted: list[str] = field(default_factory=list)
-    version: int = 0
-    values: Values = field(default_factory=dict)
-
+from parity_model import Block, batch, build, wrapped
 
 KINDS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
@@ -85,78 +68,10 @@ def train(kind: str, end: Path) -> Trained:
     return trained
 
 
-def until(true: Callable[[], bool], what: str) -> None:
-    """Wait for what other processes do."""
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline, f"it has not happened: {what}"
-        time.sleep(0.01)
-
-
-class Job:
-    """A cluster on which two workers train."""
-
-    def __init__(
-        self, cluster: LocalCluster, kind: str, end: Path, target: Callable[[str, Path], Trained] = train
-    ) -> None:
-        self.cluster, self._end = cluster, end
-        self._workers: Sequence[WorkerProcess] = cluster.start_workers(target, args=(kind, end))
-        self.go_on()
-
-    @property
-    def version(self) -> int:
-        return self.cluster.status().version
-
-    @property
-    def servers(self) -> list[int]:
-        return [m.rank for m in self.cluster.status().membership.shards]
-
-    def go_on(self) -> None:
-        """Wait for some steps."""
-        version = self.version
-        until(lambda: self.version > version + 3, "the job goes on")
-
-    def settle(self, servers: int) -> None:
-        """Wait until there are so many shard servers, and every slice has its copies."""
-
-        def settled() -> bool:
-            status = self.cluster.status()
-            lacking = sum(model.lacking for model in status.models)
-            return len(status.membership.shards) == servers and status.membership.complete and not lacking
-
-        until(settled, "every slice has its copies")
-
-    def finish(self) -> list[Trained]:
-        """Have the workers end some steps later, and return what came of them."""
-        aside = self._end.with_suffix(".new")
-        aside.write_text(str(self.version + MORE))
-        aside.rename(self._end)
-        results = []
-        for worker in self._workers:
-            result: Any = worker.result()
-            assert not result.error, result.error
-            results.append(result.value)
-        return results
-
-
-def assert_same_bits(found: list[Trained], kind: str, directory: Path, timeout_s: float = 60.0) -> None:
-    """Compare with the same job, undisturbed, and without copies where gradients travel as f32."""
-    end = directory / "undisturbed"
-    end.write_text(str(found[0].version))
-    with LocalCluster(shards=2, world_size=2, replication=2 if "bf16" in kind else 1) as cluster:
-        right: Any = cluster.run_workers(train, args=(kind, end), timeout_s=timeout_s)[0].value
-    assert not right.aborted
-    for trained in found:
-        assert trained.version == right.version
-        for name, values in right.values.items():
-            differ = int(np.count_nonzero(trained.values[name].view(np.uint32) != values.view(np.uint32)))
-            assert not differ, f"{differ} of {values.size} values of {name} differ after {right.version} steps"
-
-
 @pytest.mark.parametrize(("kind", "environment"), [*((kind, {}) for kind in KINDS), ("SHARD_GRAD_OP-bf16", SENT)])
 def test_servers_die_one_after_the_other(kind: str, environment: dict[str, str], tmp_path: Path) -> None:
     with LocalCluster(shards=2, world_size=2, environment=environment) as cluster:
-        job = Job(cluster, kind, tmp_path / "end")
+        job = EndedJob(cluster, train, kind, tmp_path / "end")
         for index in (0, 1, 0):
             cluster.kill(Role.SHARD, index)
             job.go_on()
@@ -170,12 +85,12 @@ def test_servers_die_one_after_the_other(kind: str, environment: dict[str, str],
         assert all("was lost" in reason or "membership changed" in reason for reason in trained.aborted), (
             trained.aborted
         )
-    assert_same_bits(found, kind, tmp_path)
+    assert_same_bits(found, train, kind, tmp_path, replication=2 if "bf16" in kind else 1)
 
 
 def test_a_frozen_server_is_replaced_by_its_backup_and_comes_back_as_if_new(tmp_path: Path) -> None:
     with LocalCluster(shards=2, world_size=2, lease_s=1.0) as cluster:
-        job = Job(cluster, "FULL_SHARD", tmp_path / "end")
+        job = EndedJob(cluster, train, "FULL_SHARD", tmp_path / "end")
         cluster.kill(Role.SHARD, 0, signal.SIGSTOP)
         until(lambda: job.servers == [1], "its lease is over")
         job.go_on()
@@ -185,13 +100,13 @@ def test_a_frozen_server_is_replaced_by_its_backup_and_comes_back_as_if_new(tmp_
         job.go_on()
         found = job.finish()
     assert all(len(trained.aborted) <= 2 for trained in found), found
-    assert_same_bits(found, "FULL_SHARD", tmp_path)
+    assert_same_bits(found, train, "FULL_SHARD", tmp_path)
 
 
 @pytest.mark.parametrize("replication", [1, 2])
 def test_servers_come_and_go_and_no_step_is_aborted(replication: int, tmp_path: Path) -> None:
     with LocalCluster(shards=2, world_size=2, replication=replication) as cluster:
-        job = Job(cluster, "FULL_SHARD", tmp_path / "end")
+        job = EndedJob(cluster, train, "FULL_SHARD", tmp_path / "end")
         assert cluster.status().replication == replication
         added = cluster.add_shard()
         until(lambda: cluster.status().counters.get("slices_copied", 0) > 0, "slices move to the new server")
@@ -208,43 +123,43 @@ def test_servers_come_and_go_and_no_step_is_aborted(replication: int, tmp_path: 
         found = job.finish()
         assert cluster.process(Role.SHARD, 0).exit_code == 0
     assert [trained.aborted for trained in found] == [[], []]
-    assert_same_bits(found, "FULL_SHARD", tmp_path)
+    assert_same_bits(found, train, "FULL_SHARD", tmp_path)
 
 
 def is_safe(cluster: LocalCluster, index: int) -> bool:
     """What an orchestrator asks before it stops the next server."""
     address = cluster.address_of(Role.SHARD, index)
-    health = health_of(address, cluster.security, service="axon_ps.wire.v1.Shard", timeout_s=SOON_S)
+    health = health_of(address, cluster.security, service="axon_ps.wire.v1.Shard", timeout_s=HANG_S)
     return asyncio.run(health) == SERVING
 
 
 @pytest.mark.parametrize("servers", [2, 3])
 def test_a_rolling_update_of_the_servers_aborts_no_step(servers: int, tmp_path: Path) -> None:
     with LocalCluster(shards=servers, world_size=2, environment={"AXON_PS_DRAIN_S": "30"}) as cluster:
-        job = Job(cluster, "FULL_SHARD", tmp_path / "end")
+        job = EndedJob(cluster, train, "FULL_SHARD", tmp_path / "end")
         for index in reversed(range(servers)):
             cluster.kill(Role.SHARD, index, signal.SIGTERM)
-            assert cluster.process(Role.SHARD, index).wait(SOON_S) == 0, cluster.log(Role.SHARD, index)
+            assert cluster.process(Role.SHARD, index).wait(HANG_S) == 0, cluster.log(Role.SHARD, index)
             assert "was drained; it holds nothing any more" in cluster.log(Role.SHARD, index)
             cluster.restart(Role.SHARD, index)
             until(partial(is_safe, cluster, index), "every slice has its copies")
             assert not sum(model.lacking for model in cluster.status().models)
         found = job.finish()
     assert [trained.aborted for trained in found] == [[], []]
-    assert_same_bits(found, "FULL_SHARD", tmp_path)
+    assert_same_bits(found, train, "FULL_SHARD", tmp_path)
 
 
 def test_a_server_that_is_stopped_when_nobody_trains_just_leaves(tmp_path: Path) -> None:
     with LocalCluster(shards=2, world_size=2, environment={"AXON_PS_DRAIN_S": "600"}) as cluster:
-        job = Job(cluster, "FULL_SHARD", tmp_path / "end")
+        job = EndedJob(cluster, train, "FULL_SHARD", tmp_path / "end")
         job.finish()
         cluster.kill(Role.SHARD, 1, signal.SIGTERM)
-        assert cluster.process(Role.SHARD, 1).wait(SOON_S) == 0, cluster.log(Role.SHARD, 1)
+        assert cluster.process(Role.SHARD, 1).wait(HANG_S) == 0, cluster.log(Role.SHARD, 1)
 
 
 def test_four_servers_survive_the_death_of_one_after_the_other_until_two_are_left(tmp_path: Path) -> None:
     with LocalCluster(shards=4, world_size=2) as cluster:
-        job = Job(cluster, "FULL_SHARD", tmp_path / "end")
+        job = EndedJob(cluster, train, "FULL_SHARD", tmp_path / "end")
         for index in (2, 0):
             left = len(job.servers) - 1
             cluster.kill(Role.SHARD, index)
@@ -287,7 +202,7 @@ def train_others(kind: str, end: Path) -> Trained:
 @pytest.mark.parametrize("kind", ["asynchronous", "copies"])
 def test_asynchronous_replicas_and_copies_of_models_survive_too(kind: str, tmp_path: Path) -> None:
     with LocalCluster(shards=2, world_size=2) as cluster:
-        job = Job(cluster, kind, tmp_path / "end", train_others)
+        job = EndedJob(cluster, train_others, kind, tmp_path / "end")
         for index in (0, 1):
             cluster.kill(Role.SHARD, index)
             job.go_on()

@@ -11,14 +11,14 @@ import pytest
 
 from axon_ps.storage import checkpoint, contents, manifest
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2, trace_pb2
-from checkpoint_files import CheckpointFiles
-from decoders import Decoders
-from entropy import Entropy, GivenEntropy
-from findings import Case, Findings
-from fuzzed_services import Services
-from grown import Facts, Grower, entries
-from outside import ATTACK, Amount, outside
-from worker_half import WorkerHalf
+from axon_ps_lab.fuzz.entropy import Entropy, GivenEntropy
+from axon_ps_lab.fuzz.findings import Case, Findings
+from axon_ps_lab.fuzz.grown import Facts, Grower, entries
+from axon_ps_lab.fuzz.outside import ATTACK, Amount, outside
+from axon_ps_lab.fuzz.targets.checkpoint_files import CheckpointFiles
+from axon_ps_lab.fuzz.targets.decoders import Decoders
+from axon_ps_lab.fuzz.targets.services import ServiceCalls
+from axon_ps_lab.fuzz.targets.worker_half import WorkerHalf
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_decoders(findings: Findings) -> None:
 def test_services(findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # what has a relative name is written there
     number = 0
-    with closing(Services(findings, str(tmp_path / "checkpoints"))) as target:
+    with closing(ServiceCalls(findings, str(tmp_path / "checkpoints"))) as target:
         while target.messages < 6_000:
             target.run(Entropy(f"services-{number}"))
             number += 1
@@ -149,8 +149,8 @@ def test_what_a_worker_was_sent_is_sent_again(findings: Findings, tmp_path: Path
 
 def test_hostile_connections_and_calls_while_a_job_trains_beside(findings: Findings, tmp_path: Path) -> None:
     with outside(findings, tmp_path, level=0, pause_s=0.02) as attacked:
-        turn = attacked.turn(ATTACK, "connections", Amount(150, 150, 40), 0.0)
-        assert turn.steps, "the job beside has made no step"
+        period = attacked.period(ATTACK, "connections", Amount(150, 150, 40), 0.0)
+        assert period.steps, "the job beside has made no step"
     assert not findings, f"{findings}"
     assert attacked.steps > 20
     assert sum(attacked.connections.values()) == 150
@@ -159,7 +159,7 @@ def test_hostile_connections_and_calls_while_a_job_trains_beside(findings: Findi
 def test_a_trace_of_a_step_far_ahead_is_refused(findings: Findings, tmp_path: Path) -> None:
     """An hour found it: an internal error of the coordinator."""
     trace = trace_pb2.TraceRequest(first=2**64 - 2, steps=3, timeout_s=0.5)
-    with closing(Services(findings, str(tmp_path / "checkpoints"))) as target:
+    with closing(ServiceCalls(findings, str(tmp_path / "checkpoints"))) as target:
         target.replay(Case("services", "/axon_ps.wire.v1.Coordinator/Trace", (trace.SerializeToString(),)))
     assert not findings, str(findings)
     assert target.statuses["INVALID_ARGUMENT"] == 1

@@ -13,6 +13,7 @@ from torch.nn import functional
 import axon_ps
 from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
+from axon_ps_lab.campaigns.exact_model import Linear, integers
 
 VOCAB, WIDTH, HEADS, CONTEXT, BATCH = 31, 16, 2, 12, 4
 STEPS = 5
@@ -149,22 +150,6 @@ def train_sharded(
     values = {name: value.numpy().copy() for name, value in model.state_dict().items()}
     statistics = model.statistics()
     return values, norms, statistics
-
-
-class Linear(torch.nn.Module):
-    """A sum of products: its gradients are the data, exact in any order of summation when the data are integers."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, numel))
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return (self.weight * data).sum()
-
-
-def integers(step: int, replica: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + replica)
-    return torch.randint(-8, 9, (1000,), generator=generator).float()
 
 
 def train_lion(world: axon_ps.World) -> Any:

@@ -27,8 +27,8 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerFailed, results_of
+from axon_ps_lab.campaigns.failover_job import plain, steps_of, train, until
 from deadlines import HANG_S
-from failover_job import plain, steps_of, train, until
 from tables import Record, add
 
 LIFETIME_S = 3.0

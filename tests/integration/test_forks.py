@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import loader_worker
 from axon_ps.testing import LocalCluster
+from axon_ps_lab.campaigns import loader_worker
 
 PROGRAM = Path(loader_worker.__file__)
 

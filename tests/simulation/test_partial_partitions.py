@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from simulate import virtual
-from simulated_job import COMPUTE_S, Job
-from simulated_network import Network
-from virtual_loop import VirtualLoop
+from axon_ps_lab.interleavings.job import COMPUTE_S, Job
+from axon_ps_lab.interleavings.network import Network
+from axon_ps_lab.interleavings.simulate import virtual
+from axon_ps_lab.interleavings.virtual_loop import VirtualLoop
 
 LEASE_S = 5.0
 STEPS = 14

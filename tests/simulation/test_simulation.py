@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from planted import PLANTS, find
-from simulate import in_words, shortest, simulate
-from virtual_loop import NothingHappensError, TimeStandsStillError, VirtualLoop
+from axon_ps_lab.interleavings.planted import PLANTS, find
+from axon_ps_lab.interleavings.simulate import as_text, shortest, simulate
+from axon_ps_lab.interleavings.virtual_loop import NothingHappensError, TimeStandsStillError, VirtualLoop
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "planted.json"
 FINDERS = {int(row["by"].split()[1].rstrip(":")) for row in json.loads(RECORD.read_text("utf-8"))["rows"]}
@@ -37,7 +37,7 @@ def simulate_or_say(seed: int) -> list[str]:
     try:
         return simulate(seed)
     except Exception as error:
-        raise AssertionError(f"seed {seed}: {in_words(*shortest(seed, error))}") from error
+        raise AssertionError(f"seed {seed}: {as_text(*shortest(seed, error))}") from error
 
 
 @pytest.mark.parametrize("first", range(0, len(SEEDS), AT_A_TIME))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from axon_ps_lab.report import dumped
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-dumped: Any = runpy.run_path(str(BENCHMARKS / "_report.py"))["dumped"]
 
 
 def test_each_row_has_a_line() -> None:

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import loop_watchdog
+from axon_ps_lab.watchdog import loop_watchdog
 
 PRODUCT = Path(loop_watchdog.__file__).parents[2] / "axon_ps"
 PROGRAM = """
@@ -38,7 +38,7 @@ PROGRAM = """
 """
 
 
-def watched(tmp_path: Path, tasks: str, *, file: Path, forks: str = "") -> list[loop_watchdog.Hold]:
+def watched(tmp_path: Path, tasks: str, *, file: Path, forks: str = "") -> list[loop_watchdog.SlowCallback]:
     """The findings in a process whose code is said to be that of `file`."""
     folder = tmp_path / "records"
     folder.mkdir()
@@ -83,7 +83,7 @@ def test_a_test_holds_its_own_loop_only(tmp_path: Path) -> None:
 
 def test_time_without_a_processor_does_not_count(tmp_path: Path) -> None:
     """The kernel's figures are given: the thread was ready for all of the time, and ran for none."""
-    watchdog, before, after = loop_watchdog.Watchdog(tmp_path), (1.0, 5.0), (1.0, 5.4)
+    watchdog, before, after = loop_watchdog.LoopWatchdog(tmp_path), (1.0, 5.0), (1.0, 5.4)
     watchdog.was_long(["f"], [], 0.42, before, after)
     assert not list(tmp_path.iterdir())
     watchdog.was_long(["f"], [], 0.48, before, after)

@@ -14,7 +14,7 @@ from axon_ps.aggregation.client.probes import Probes, Waits
 from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.errors import Broken, Busy
 from axon_ps.types import Member, Membership, Role
-from virtual_loop import VirtualLoop
+from axon_ps_lab.interleavings.virtual_loop import VirtualLoop
 
 LEASE_S = 6.0
 Run = Callable[[Callable[[], Awaitable[None]]], None]

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from axon_ps.errors import ConfigurationError
-from axon_ps_lab.chaos.campaign import END_THE_COORDINATOR, POSSIBLE, Campaign, Embedded, Job, Kind, load, parse
+from axon_ps_lab.chaos.campaign import END_THE_COORDINATOR, POSSIBLE, Campaign, Embedded, Job, load, parse
 from axon_ps_lab.chaos.plan import OUTAGES, planned
+from axon_ps_lab.faults.fault import Fault
 
 DEFAULT = Path(__file__).parents[3] / "examples" / "chaos.toml"
 
-EVERY_KIND = "".join(f"[kinds.{kind.value}]\nseconds = [0.2, 2.0]\n" for kind in Kind)
+EVERY_KIND = "".join(f"[kinds.{kind.value}]\nseconds = [0.2, 2.0]\n" for kind in POSSIBLE)
 
 
 def campaign(text: str = EVERY_KIND, head: str = "") -> Campaign:
@@ -24,15 +25,15 @@ def campaign(text: str = EVERY_KIND, head: str = "") -> Campaign:
 def test_the_default_campaign_can_be_read() -> None:
     found = load(DEFAULT)
     assert found.faults == 2000
-    assert set(found.kinds) >= set(Kind) - {Kind.BIT_FLIP}
+    assert set(found.kinds) >= set(POSSIBLE) - {Fault.BIT_FLIP}
     assert found.embedded.shards > found.embedded.replication
 
 
 def test_values_of_a_file() -> None:
     found = campaign("[kinds.freeze]\nseconds = 2\nroles = ['worker']\n[embedded]\nshards = 4", "seed = 7\nquiet_s = 1")
     assert (found.seed, found.quiet_s, found.embedded.shards) == (7, 1.0, 4)
-    assert found.kinds[Kind.FREEZE].seconds == (2.0,)
-    assert found.kinds[Kind.FREEZE].roles == ("worker",)
+    assert found.kinds[Fault.FREEZE].seconds == (2.0,)
+    assert found.kinds[Fault.FREEZE].roles == ("worker",)
 
 
 def test_the_same_seed_gives_the_same_faults_and_another_seed_others() -> None:
@@ -53,12 +54,12 @@ def test_every_kind_strikes_every_role_that_it_can() -> None:
 
 def test_weights_are_how_often_beside_the_others() -> None:
     found = Counter(f.kind for f in planned(campaign("[kinds.kill]\nweight = 9\n[kinds.reset]", "faults = 1000")))
-    assert 850 < found[Kind.KILL] < 950
+    assert 850 < found[Fault.KILL] < 950
 
 
 def test_the_spared_live_through_the_second_half() -> None:
     half = [fault for fault in planned(campaign(head="faults = 2000")) if fault.number > 1000]
-    killed = {(fault.role, fault.index) for fault in half if fault.kind is Kind.KILL}
+    killed = {(fault.role, fault.index) for fault in half if fault.kind is Fault.KILL}
     assert killed == {("shard", 1), ("shard", 2), ("worker", 1)}
     assert not [fault for fault in half if fault.kind in END_THE_COORDINATOR]
     long = [f for f in half if f.kind in OUTAGES and f.seconds > 1.0]

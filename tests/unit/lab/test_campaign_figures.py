@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from axon_ps_lab.chaos.campaign import Campaign, Kind
+from axon_ps_lab.chaos.campaign import Campaign
 from axon_ps_lab.chaos.figures import (
     LEAST_WEIGHINGS,
-    Attempt,
     Commit,
+    ComputedAttempt,
     Dealt,
     Events,
     Sign,
@@ -23,13 +23,14 @@ from axon_ps_lab.chaos.figures import (
     table,
 )
 from axon_ps_lab.chaos.page import page
-from axon_ps_lab.chaos.plan import Fault
+from axon_ps_lab.chaos.plan import PlannedFault
 from axon_ps_lab.chaos.report import report
 from axon_ps_lab.chaos.runner import Result
+from axon_ps_lab.faults.fault import Fault
 
 
-def dealt(number: int, began: float, complete: float, kind: Kind = Kind.KILL) -> Dealt:
-    fault = Fault(number=number, kind=kind, role="shard", index=0)
+def dealt(number: int, began: float, complete: float, kind: Fault = Fault.KILL) -> Dealt:
+    fault = PlannedFault(number=number, kind=kind, role="shard", index=0)
     return Dealt(fault=fault, target="shard-0 (7)", began=began, ended=began + 0.25, complete=complete)
 
 
@@ -37,9 +38,9 @@ def commits(*times: float, first: int = 0, generation: int = 1) -> list[Commit]:
     return [Commit(version=first + i, generation=generation, at=at) for i, at in enumerate(times)]
 
 
-def attempts(*given: Sequence[int], process: int = 1, generation: int = 1) -> list[Attempt]:
+def attempts(*given: Sequence[int], process: int = 1, generation: int = 1) -> list[ComputedAttempt]:
     return [
-        Attempt(process=process, version=version, generation=generation, epoch=0, samples=tuple(some))
+        ComputedAttempt(process=process, version=version, generation=generation, epoch=0, samples=tuple(some))
         for version, some in enumerate(given)
     ]
 
@@ -123,7 +124,7 @@ def test_memory_is_flat_if_the_last_quarter_is_as_the_second() -> None:
 
 
 def test_a_row_for_each_kind_and_role() -> None:
-    events = dataclasses.replace(EVENTS, dealt=[*EVENTS.dealt, dealt(3, 40.0, 41.0, Kind.FREEZE)])
+    events = dataclasses.replace(EVENTS, dealt=[*EVENTS.dealt, dealt(3, 40.0, 41.0, Fault.FREEZE)])
     freeze, kill = table(outcomes(events))
     assert (kill["kind"], kill["faults"], kill["detected"], kill["next_commit_worst_s"]) == ("kill", 2, 1, 0.5)
     assert (freeze["detection_median_s"], freeze["next_commit_median_s"]) == (None, None)

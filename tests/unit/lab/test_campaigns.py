@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ from axon_ps_lab import __main__ as lab
 def test_the_files_of_a_campaign_are_there(name: str) -> None:
     campaign = lab.campaigns()[name]
     files = [word for word in campaign.command if "/" in word]
-    assert files, campaign
-    assert [file for file in (*files, *campaign.paths) if not (lab.ROOT / file).exists()] == []
+    modules = [word for word in campaign.command if word.startswith("axon_ps_lab.")]
+    assert files or modules, campaign
+    assert [module for module in modules if importlib.util.find_spec(module) is None] == []
+    assert [file for file in files if not (lab.ROOT / file).exists()] == []
     assert campaign.does
 
 

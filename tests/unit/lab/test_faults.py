@@ -17,10 +17,11 @@ import pytest
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe import moments
 from axon_ps.observe.moments import Moment, reached
-from axon_ps_lab.faults import Moments, Proxies, TcpProxy, stacks
+from axon_ps_lab.faults import ArmedMoments, Proxies, TcpProxy, stacks
 from axon_ps_lab.faults.clock_jumps import Clocks
+from axon_ps_lab.faults.fault import Fault
 from axon_ps_lab.faults.injector import MAX_PROCESSES, Injector
-from axon_ps_lab.faults.proxy import Disturbance, Kind, connections_of, owner_of
+from axon_ps_lab.faults.proxy import Disturbance, connections_of, owner_of
 
 
 class Ends:
@@ -55,14 +56,14 @@ def test_bytes_pass_both_ways_and_so_does_the_end(ends: Ends) -> None:
 
 
 def test_a_reset_is_seen_on_both_sides_and_a_new_connection_is_whole(ends: Ends) -> None:
-    ends.proxy.disturb(Disturbance(kind=Kind.RESET))
+    ends.proxy.disturb(Disturbance(kind=Fault.RESET))
     for end in (ends.client, ends.server):
         with pytest.raises(ConnectionResetError):
             end.recv(1)
 
 
 def test_after_a_half_close_the_server_sees_the_end_and_may_still_send(ends: Ends) -> None:
-    ends.proxy.disturb(Disturbance(kind=Kind.HALF_CLOSE))
+    ends.proxy.disturb(Disturbance(kind=Fault.HALF_CLOSE))
     assert ends.server.recv(1) == b""
     ends.client.sendall(b"lost")
     ends.server.sendall(b"heard")
@@ -71,7 +72,7 @@ def test_after_a_half_close_the_server_sees_the_end_and_may_still_send(ends: End
 
 def test_a_slow_link_passes_so_many_bytes_a_second(ends: Ends) -> None:
     began = time.monotonic()
-    ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e6), {os.getpid()})
+    ends.proxy.disturb(Disturbance(kind=Fault.SLOW_LINK, seconds=5.0, bytes_per_s=1e6), {os.getpid()})
     ends.client.sendall(b"s" * 200_000 + b"!")
     received = b""
     while not received.endswith(b"!"):
@@ -103,18 +104,18 @@ def test_a_wall_clock_jumps_and_a_monotonic_one_does_not(tmp_path: Path) -> None
     clocks.close()
 
 
-@pytest.mark.parametrize("kind", [Kind.BLACK_HOLE, Kind.DELAY])
-def test_what_is_late_arrives_in_order_and_whole(ends: Ends, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [Fault.BLACK_HOLE, Fault.DELAY])
+def test_what_is_late_arrives_in_order_and_whole(ends: Ends, kind: Fault) -> None:
     began = time.monotonic()
     ends.proxy.disturb(Disturbance(kind=kind, seconds=0.2), {os.getpid()})
     ends.client.sendall(b"late")
     assert ends.server.recv(4) == b"late"
     assert time.monotonic() - began >= 0.2
-    assert Disturbance(kind=kind, seconds=0.2).heals_after_s == (0.2 if kind is Kind.BLACK_HOLE else 0.4)
+    assert Disturbance(kind=kind, seconds=0.2).heals_after_s == (0.2 if kind is Fault.BLACK_HOLE else 0.4)
 
 
 def test_other_connections_are_not_disturbed(ends: Ends) -> None:
-    ends.proxy.disturb(Disturbance(kind=Kind.RESET), {os.getppid()})
+    ends.proxy.disturb(Disturbance(kind=Fault.RESET), {os.getppid()})
     ends.client.sendall(b"still")
     assert ends.server.recv(5) == b"still"
     assert ends.proxy.connections == 1
@@ -130,8 +131,8 @@ def test_whose_connections_are_disturbed_is_read_once_for_each_and_not_for_what_
         return connections_of(processes)
 
     monkeypatch.setattr("axon_ps_lab.faults.proxy.connections_of", counted)
-    ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e9), {os.getppid()})
-    ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e9), {os.getpid()})
+    ends.proxy.disturb(Disturbance(kind=Fault.SLOW_LINK, seconds=5.0, bytes_per_s=1e9), {os.getppid()})
+    ends.proxy.disturb(Disturbance(kind=Fault.SLOW_LINK, seconds=5.0, bytes_per_s=1e9), {os.getpid()})
     for _ in range(20):
         ends.client.sendall(b"a" * 1000)
         assert len(ends.server.recv(1000, socket.MSG_WAITALL)) == 1000
@@ -152,8 +153,8 @@ def test_whose_a_port_is() -> None:
 
 
 @pytest.fixture
-def injected(tmp_path: Path) -> Iterator[Moments]:
-    arms = Moments(tmp_path)
+def injected(tmp_path: Path) -> Iterator[ArmedMoments]:
+    arms = ArmedMoments(tmp_path)
     moments.watch(Injector(tmp_path, slot=3))
     try:
         yield arms
@@ -162,7 +163,7 @@ def injected(tmp_path: Path) -> Iterator[Moments]:
         arms.close()
 
 
-def test_a_process_stops_at_an_armed_moment_once_until_it_is_released(injected: Moments) -> None:
+def test_a_process_stops_at_an_armed_moment_once_until_it_is_released(injected: ArmedMoments) -> None:
     reached(Moment.PUSH)
     injected.arm(3, Moment.PUSH, version=5)
     passed = threading.Event()
@@ -186,13 +187,13 @@ def test_a_process_stops_at_an_armed_moment_once_until_it_is_released(injected: 
     assert injected.wait(0.01) is None
 
 
-def test_a_process_goes_on_when_the_test_is_gone(injected: Moments, tmp_path: Path) -> None:
+def test_a_process_goes_on_when_the_test_is_gone(injected: ArmedMoments, tmp_path: Path) -> None:
     injected.arm(3, Moment.GATHER)
     (tmp_path / "moments.sock").unlink()
     reached(Moment.GATHER)
 
 
-def test_what_does_not_fit_the_table_is_refused(injected: Moments) -> None:
+def test_what_does_not_fit_the_table_is_refused(injected: ArmedMoments) -> None:
     with pytest.raises(InvalidRequest, match=f"slot {MAX_PROCESSES} and version 0"):
         injected.arm(MAX_PROCESSES, Moment.GATHER)
     with pytest.raises(InvalidRequest, match="slot 0 and version 256"):

@@ -23,8 +23,8 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub, service_handler
 from axon_ps.wire.v1 import coordinator_pb2, membership_pb2, session_pb2
+from axon_ps_lab.fuzz.hostile.http2 import connected
 from deadlines import HANG_S
-from hostile_http2 import connected
 from rpc_fakes import COORDINATOR, FakeServicer, Relay, run, serving
 
 MIB = 1 << 20

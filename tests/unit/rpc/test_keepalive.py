@@ -13,7 +13,8 @@ from axon_ps.rpc.channels import connect, split_address
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import shard_pb2
-from axon_ps_lab.faults.proxy import Disturbance, Kind, Proxies
+from axon_ps_lab.faults.fault import Fault
+from axon_ps_lab.faults.proxy import Disturbance, Proxies
 from rpc_fakes import SHARD, run, serving
 
 INTERVALS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
@@ -52,7 +53,7 @@ def test_a_peer_behind_a_black_hole_ends_what_waits_for_it(end: str, monkeypatch
                 stream = Stub(channel, SHARD).open("AllGather")
                 await stream.write(shard_pb2.AllGatherRequest())
                 await waiting.wait()
-                proxy.disturb(Disturbance(kind=Kind.BLACK_HOLE, seconds=60.0))
+                proxy.disturb(Disturbance(kind=Fault.BLACK_HOLE, seconds=60.0))
                 if end == "server":
                     await cancelled.wait()
                 else:

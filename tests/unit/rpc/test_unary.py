@@ -12,7 +12,7 @@ from hyperframe.frame import RstStreamFrame
 
 from axon_ps.rpc.auth import interceptor
 from axon_ps.wire.v1 import shard_pb2
-from hostile_http2 import connected
+from axon_ps_lab.fuzz.hostile.http2 import connected
 from rpc_fakes import run, serving
 from test_shielded import used_bytes
 

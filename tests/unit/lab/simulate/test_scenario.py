@@ -14,7 +14,7 @@ from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel import FSDP, DiLoCo, MixedPrecision
 from axon_ps_lab.simulate.scenario import Scenario
-from axon_ps_lab.simulate.tables import Model
+from axon_ps_lab.simulate.tables import ModelTable
 
 LEAST: dict[str, Any] = {"model": {"blocks": 2, "block_numel": 1000}, "workers": [{"compute_s": 0.1}]}
 
@@ -23,7 +23,7 @@ def test_a_transformer_has_the_parameters_of_its_shape() -> None:
     """GPT-2 small without its positions and the norms' biases of the end: 124.4 million are published."""
     tables = {**LEAST, "model": {"transformer": {"layers": 12, "width": 768, "vocabulary": 50257}}}
     assert Scenario.of(tables).model.numel == pytest.approx(124.4e6, rel=0.01)
-    untied = Model.transformer(layers=12, width=768, vocabulary=50257, tied=False)
+    untied = ModelTable.transformer(layers=12, width=768, vocabulary=50257, tied=False)
     assert untied.numel - Scenario.of(tables).model.numel == 768 * 50257
 
 

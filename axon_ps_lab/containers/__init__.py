@@ -1,0 +1,1 @@
+"""Campaigns with docker: docker-compose.yml, and the pods of deploy/kubernetes as containers, watched from outside."""

@@ -1,0 +1,272 @@
+"""Real services under attack, in periods: a quiet one, one in which others of the same machine are attacked, an attack.
+
+The period in between says what the attacker itself costs, which shares this machine with the job: it is the same
+attack, on the services of another cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from axon_ps.testing import LocalCluster
+from axon_ps.testing.workers import WorkerProcess, results_of
+from axon_ps_lab.fuzz import beside
+from axon_ps_lab.fuzz.attackers import Orders, attack
+from axon_ps_lab.fuzz.beside import AttackedServices, JobStep, steps_of
+from axon_ps_lab.fuzz.findings import Case, Findings
+from axon_ps_lab.fuzz.priorities import LOW
+
+JOB: Final = "fuzz"
+SETTLED_S: Final = 20.0
+"""How long services may take to close what attackers have left."""
+
+MORE_FILES: Final = 12
+"""How many more descriptors a service may have than before: connections of the job that were made anew."""
+
+COMPARED: Final = 4_000
+"""Steps whose losses are compared, from the first on: they are made again, which takes as long."""
+
+QUIET, ELSEWHERE, ATTACK = "quiet", "elsewhere", "attack"
+PERIODS: Final = (QUIET, ELSEWHERE, ATTACK)
+
+
+WINDOW_S: Final = 2.5
+"""The job's median step is looked at for each so long."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """The amount of attacks in a period.
+
+    Attributes:
+        messages: sent in calls.
+        connections: hostile ones, to services.
+        servers: connections of the SDK's to hostile servers.
+    """
+
+    messages: int = 400
+    connections: int = 300
+    servers: int = 40
+
+
+@dataclass
+class Period:
+    """The measures of a period.
+
+    Attributes:
+        kind: quiet, elsewhere or attack.
+        began_s: when.
+        seconds: how long.
+        steps: of the job.
+    """
+
+    kind: str
+    began_s: float
+    seconds: float
+    steps: list[JobStep] = field(default_factory=list)
+
+    def windows_ms(self) -> list[float]:
+        """The median step of each window."""
+        windows: dict[int, list[float]] = {}
+        for step in self.steps:
+            windows.setdefault(int((step.at_s - self.began_s) / WINDOW_S), []).append(1000 * step.took_s)
+        return [statistics.median(steps) for steps in windows.values()]
+
+
+class Outside:
+    """See the module.
+
+    Args:
+        findings: where findings go.
+        cluster: with a worker that trains.
+        other: an unused cluster; None = no period is elsewhere.
+        path: where the worker writes its steps.
+        level: how much attackers give way to others, as of `nice`.
+    """
+
+    def __init__(
+        self, findings: Findings, cluster: LocalCluster, other: LocalCluster | None, path: Path, level: int
+    ) -> None:
+        self._level = level
+        self.services = AttackedServices(cluster)
+        self.periods: list[Period] = []
+        self.health_s: list[float] = []
+        self.memory_mib: list[dict[str, float]] = []
+        self.messages = 0
+        self.connections: Counter[str] = Counter()
+        self.elsewhere = 0
+        self.statuses: Counter[str] = Counter()
+        self.met = self.late = 0
+        self.held_up_s = 0.0
+        self.steps = self.uncommitted = 0
+        self._findings = findings
+        self._cluster = cluster
+        self._targets = {ATTACK: (self.services.ports, cluster.token)}
+        if other is not None:
+            self._targets[ELSEWHERE] = (AttackedServices(other).ports, other.token)
+        self._path = path
+        self._files = self.services.files()
+        self._attacks = 0
+
+    def period(self, kind: str, seed: str, amount: Amount, seconds: float) -> Period:
+        """One period.
+
+        Args:
+            kind: quiet, elsewhere or attack.
+            seed: of its choices.
+            amount: how much is sent, unless it is quiet.
+            seconds: over how much time that is spread; 0 = as fast as it goes.
+        """
+        began_s = time.monotonic()
+        if kind == QUIET:
+            time.sleep(seconds)
+        else:
+            began_s = self._attack(kind, seed, amount, seconds)
+        period = Period(kind, began_s, time.monotonic() - began_s)
+        period.steps = [s for s in steps_of(self._path) if s.at_s - s.took_s >= began_s]
+        self.periods.append(period)
+        if kind == ATTACK:
+            self._look(seed)
+        return period
+
+    def _attack(self, kind: str, seed: str, amount: Amount, seconds: float) -> float:
+        """Attack, and return when it began."""
+        ports, token = self._targets[kind]
+        self._attacks += 1
+        done = attack(
+            Orders(
+                ports=ports,
+                token=token,
+                job=JOB,
+                seed=seed,
+                cases=str(self._findings.directory / f"attack-{self._attacks}"),
+                seconds=seconds,
+                messages=amount.messages,
+                connections=amount.connections,
+                servers=amount.servers,
+                level=self._level,
+            )
+        )
+        self._findings.take(done.findings)
+        self.late += done.late
+        self.held_up_s = max(self.held_up_s, done.held_up_s)
+        if kind == ATTACK:
+            self.health_s += asyncio.run(self.services.healthy_s()).values()
+            self.connections += Counter(done.connections)
+            self.met += done.met
+            self.messages += done.messages
+            self.statuses += Counter(done.statuses)
+        else:
+            self.elsewhere += sum(done.connections.values())
+        return done.began_s
+
+    def _look(self, seed: str) -> None:
+        """After an attack: whether they live, and have let go of what attackers left; how large they are."""
+        if dead := self.services.dead():
+            self._findings.add(f"{dead} died", [Case("sockets", seed)], self.logs())
+            return
+        deadline_s = time.monotonic() + SETTLED_S
+        while (more := self._more_files()) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        if more:
+            self._findings.add(f"descriptors are not closed: {more}", [Case("sockets", seed)])
+        self.memory_mib.append(self.services.memory_mib())
+        for name, log in self._logs().items():
+            if "Traceback (most recent call last)" in log:
+                self._findings.add(f"{name} logged a traceback", [Case("sockets", seed)], log[-4000:])
+
+    def _more_files(self) -> dict[str, int]:
+        return {n: f - self._files[n] for n, f in self.services.files().items() if f > self._files[n] + MORE_FILES}
+
+    def _logs(self) -> dict[str, str]:
+        shards = {f"shard {i}": self._cluster.process("shard", i).output for i in range(beside.SHARDS)}
+        return {"coordinator": self._cluster.process("coordinator").output, **shards}
+
+    def logs(self) -> str:
+        """The log of the services."""
+        return "\n".join(f"--- {name}\n{log[-2000:]}" for name, log in self._logs().items())
+
+    def compare_losses(self) -> int:
+        """Compare what the job has lost with those of a job without an attack; returns the number of steps compared."""
+        steps = steps_of(self._path)
+        self.uncommitted = sum(not s.committed for s in steps)
+        committed = [s.loss for s in steps if s.committed][:COMPARED]
+        expected = beside.losses(len(committed))
+        for number, (loss, wanted) in enumerate(zip(committed, expected, strict=True)):
+            if loss != wanted:
+                self._findings.add(f"step {number} of the job beside has loss {loss}, without attack {wanted}", [])
+                break
+        return len(committed)
+
+    def medians_ms(self) -> dict[str, float]:
+        """The median step of the job, by kind of period."""
+        return {kind: 1000 * statistics.median(steps) for kind in PERIODS if (steps := self._took_s(kind))}
+
+    def longest_ms(self) -> dict[str, float]:
+        """The longest step, by kind of period."""
+        return {kind: 1000 * max(steps) for kind in PERIODS if (steps := self._took_s(kind))}
+
+    def worst_windows(self) -> dict[str, float]:
+        """By kind of period, the worst window's median step, as a multiple of that of the quiet ones before and after.
+
+        What one quiet window is to the others is what the machine itself does.
+        """
+        quiet = [(t.began_s, statistics.median(t.windows_ms())) for t in self.periods if t.kind == QUIET and t.steps]
+        found: dict[str, float] = {}
+        for period in self.periods:
+            near = sorted(quiet, key=lambda q: abs(q[0] - period.began_s))[:2]
+            if near and period.steps:
+                usual = statistics.mean(ms for _, ms in near)
+                found[period.kind] = max(found.get(period.kind, 0.0), max(period.windows_ms()) / usual)
+        return found
+
+    def growth(self) -> dict[str, float]:
+        """The final memory of each service; its median in the first tenth of the attacks is 1."""
+        tenth = max(1, len(self.memory_mib) // 10)
+        before, after = self.memory_mib[tenth - 1 : 2 * tenth - 1], self.memory_mib[-tenth:]
+        return {
+            name: statistics.median(m[name] for m in after) / statistics.median(m[name] for m in before)
+            for name in self.memory_mib[0]
+        }
+
+    def _took_s(self, kind: str) -> list[float]:
+        return [s.took_s for t in self.periods if t.kind == kind for s in t.steps]
+
+
+@contextmanager
+def outside(
+    findings: Findings, directory: Path, *, level: int = LOW, pause_s: float = 0.0, elsewhere: bool = False
+) -> Iterator[Outside]:
+    """A cluster with a job that trains; its worker ends well in the end.
+
+    Args:
+        findings: where findings go.
+        directory: for what the worker writes.
+        level: how much attackers give way to others, as of `nice`.
+        pause_s: between two steps of the job.
+        elsewhere: there is another cluster, for periods that are elsewhere.
+    """
+    path, stop = directory / "steps", directory / "stop"
+    kwargs: dict[str, Any] = {"shards": beside.SHARDS, "world_size": 1, "job": JOB}
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(**kwargs))
+        other = stack.enter_context(LocalCluster(**kwargs)) if elsewhere else None
+        workers: list[WorkerProcess] = cluster.start_workers(beside.train, args=(str(path), str(stop), pause_s))
+        deadline_s = time.monotonic() + 60.0
+        while not (path.exists() and len(steps_of(path)) > 20):
+            if time.monotonic() > deadline_s or workers[0].process.exit_code is not None:
+                raise AssertionError(f"the job beside did not begin: {workers[0].process.output}")
+            time.sleep(0.1)
+        made = Outside(findings, cluster, other, path, level)
+        yield made
+        stop.touch()
+        results_of(workers, timeout_s=60.0, check=True)
+        made.steps = made.compare_losses()

@@ -1,0 +1,78 @@
+"""Channels of this process whose messages are recorded, as seeds, or exchanged, as a hostile server would send them."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from axon_ps.rpc import channels
+from axon_ps.rpc.calls.protocol import EOF, Destination, Message, Metadata, joined
+from axon_ps.rpc.calls.status import CallStatus
+from axon_ps.rpc.carriers.in_process import InProcessCall, InProcessChannel
+from axon_ps.wire.v1 import coordinator_pb2, shard_pb2
+
+METHODS = {
+    f"/{service.full_name}/{method.name}": method
+    for module in (coordinator_pb2, shard_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+"""Every RPC of the schema, by path."""
+
+LATEST = 40
+"""Seeds of a message type."""
+
+
+class Tap:
+    """The messages of the channels, on their way.
+
+    Attributes:
+        seeds: recorded messages, by the full name of their type; the newest of them.
+        reply: makes what a client receives of what the server has sent: path and message; None = nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.seeds: defaultdict[str, deque[bytes]] = defaultdict(lambda: deque(maxlen=LATEST))
+        self.reply: Callable[[str, bytes], bytes] | None = None
+
+    def sent(self, path: str, data: bytes) -> bytes:
+        """A client sends a message."""
+        self.seeds[METHODS[path].input_type.full_name].append(data)
+        return data
+
+    def received(self, path: str, data: bytes) -> bytes:
+        """A client receives a message."""
+        self.seeds[METHODS[path].output_type.full_name].append(data)
+        return data if self.reply is None else self.reply(path, data)
+
+    @contextmanager
+    def installed(self) -> Iterator[Tap]:
+        """Channels that are opened meanwhile are tapped."""
+        tap = self
+
+        class TappedChannel(InProcessChannel):
+            def open(self, path: str, timeout_s: float | None, metadata: Metadata | None) -> InProcessCall:
+                call = super().open(path, timeout_s, metadata)
+                write, read = call.write, call.read
+
+                async def written(message: Message) -> None:
+                    await write(tap.sent(path, joined(message)))
+
+                async def received(destination: Destination | None = None) -> Any:
+                    message = await read(destination)
+                    return message if message is EOF else tap.received(path, message)
+
+                call.write, call.read = written, received  # type: ignore[method-assign]
+                return call
+
+            async def call(
+                self, path: str, request: bytes, timeout_s: float | None, metadata: Metadata | None
+            ) -> bytes | CallStatus:
+                reply = await super().call(path, tap.sent(path, request), timeout_s, metadata)
+                return reply if isinstance(reply, CallStatus) else tap.received(path, reply)
+
+        with mock.patch.object(channels, "InProcessChannel", TappedChannel):
+            yield self
