@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 
+import axon_ps.rpc.health_service  # noqa: F401  # has the messages of `health_of` imported
 from axon_ps.cli.settings import Settings
 from axon_ps.cli.terminal.members import measures_of
 from axon_ps.coordinator.client.operator import OperatorClient

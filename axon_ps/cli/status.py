@@ -93,6 +93,7 @@ def health(
     config: o.Config = None,
 ) -> None:
     """Ask a service for its health; exit code 0 when it is serving."""
+    import axon_ps.rpc.health_service  # noqa: F401  # has the messages of `health_of` imported
     from axon_ps.cli.settings import load
     from axon_ps.errors import AxonError, Unreachable
     from axon_ps.rpc.auth.identity import Principal

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from grpc_health.v1 import health_pb2
+from collections.abc import Coroutine
+from typing import Any
 
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import connect
@@ -12,7 +13,7 @@ from axon_ps.rpc.service import Stub
 SERVING = "SERVING"
 
 
-async def health_of(
+def health_of(
     address: str,
     security: Security,
     *,
@@ -20,7 +21,7 @@ async def health_of(
     timeout_s: float,
     name: str = "",
     to: Principal | None = None,
-) -> str:
+) -> Coroutine[Any, Any, str]:
     """Return the health that a server reports: `SERVING`, `NOT_SERVING`, `UNKNOWN` or `SERVICE_UNKNOWN`.
 
     Args:
@@ -33,11 +34,15 @@ async def health_of(
     Raises:
         AxonError: it does not answer, or refuses.
     """
-    schema = health_pb2.DESCRIPTOR.services_by_name["Health"]
-    channel = connect(address, security, name=name, to=to)
-    try:
-        request = health_pb2.HealthCheckRequest(service=service)
-        reply = await Stub(channel, schema, peer=address).call("Check", request, timeout_s=timeout_s)
-        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
-    finally:
-        await channel.close()
+    from grpc_health.v1 import health_pb2  # a worker never needs it
+
+    async def ask() -> str:
+        channel = connect(address, security, name=name, to=to)
+        try:
+            stub = Stub(channel, health_pb2.DESCRIPTOR.services_by_name["Health"], peer=address)
+            reply = await stub.call("Check", health_pb2.HealthCheckRequest(service=service), timeout_s=timeout_s)
+            return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+        finally:
+            await channel.close()
+
+    return ask()

@@ -18,7 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from axon_ps_lab.fuzz.findings import Findings
+from axon_ps_lab.fuzz.hostile.servers import HostileServers
 from axon_ps_lab.fuzz.priorities import give_way
+from axon_ps_lab.fuzz.targets.sockets import Sockets
 
 END_S: Final = 600.0
 """How much longer than planned the process may take, which gets little of a busy machine."""
@@ -99,10 +102,6 @@ def attack(orders: Orders) -> Attacked:
 
 async def attacked(orders: Orders) -> Attacked:
     """All of it, side by side."""
-    from axon_ps_lab.fuzz.findings import Findings
-    from axon_ps_lab.fuzz.hostile.servers import HostileServers
-    from axon_ps_lab.fuzz.targets.sockets import Sockets
-
     findings = Findings(Path(orders.cases))
     sockets = Sockets(findings, orders.ports, orders.job, orders.token)
     servers = HostileServers(findings)

@@ -181,8 +181,8 @@ class ServiceCalls:
 
     def _ended(self, case: Case, status: CallStatus) -> None:
         self.statuses[status.code.name] += 1
-        foreseen = status.code is grpc.StatusCode.UNKNOWN and status.error
-        if status.code in UNFORESEEN and not foreseen:  # an `AxonError` of no other class is UNKNOWN, too
+        is_known = status.code is grpc.StatusCode.UNKNOWN and status.error
+        if status.code in UNFORESEEN and not is_known:  # an `AxonError` of no other class is UNKNOWN, too
             self._findings.add(f"{status.code.name} of {case.what}: {status.details[:80]}", [case], status.details)
 
     # ------------------------------------------------------------------ the job
