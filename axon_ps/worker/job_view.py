@@ -115,23 +115,20 @@ class JobView:
 
         With `reminds` it logs what it waits for, after a while and then ever more rarely.
         """
-        deadline, pauses = Deadline(timeout_s), reminder_pauses() if reminds else repeat(timeout_s)
+        pauses = reminder_pauses() if reminds else repeat(timeout_s)
+        deadline, reminder = Deadline(timeout_s), Deadline(next(pauses))
         with self.changed:
-            result: list[T] = []
-
-            def check() -> bool:
+            while True:
                 if self.failure is not None:
                     raise again(self.failure)
-                value = ready()
-                if value is not None:
-                    result.append(value)
-                return value is not None
-
-            while not self.changed.wait_for(check, min(next(pauses), deadline.remaining())):
+                if (result := ready()) is not None:
+                    return result
                 if deadline.expired:
                     raise Timeout(f"{what()} after {timeout_s:g} s{self.waiting_for()}")
-                _logger.warning("%s after %.0f s%s", what(), timeout_s - deadline.remaining(), self.waiting_for())
-            return result[0]
+                if reminder.expired:
+                    _logger.warning("%s after %.0f s%s", what(), timeout_s - deadline.remaining(), self.waiting_for())
+                    reminder = Deadline(next(pauses))
+                self.changed.wait(min(reminder.remaining(), deadline.remaining()))
 
     def waiting_for(self) -> str:
         """Return why the job waits, to be added to the message of a time-out; empty when it has all members."""

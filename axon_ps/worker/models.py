@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered, SessionLost
+from axon_ps.coordinator.client.session import CoordinatorClient, Event, Registered, SessionLost
 from axon_ps.errors import Misuse
 from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.observe.reminders import reminding
@@ -19,8 +19,8 @@ from axon_ps.observe.work import process_measures
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Decision, Membership
-from axon_ps.wire.events import FIRST_NAME, VoteRequest
+from axon_ps.types import Membership
+from axon_ps.wire.events import FIRST_NAME
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient
 
@@ -200,10 +200,7 @@ class Models:
         self.names.free(client.view.name)
 
     def on_event(self, event: Event) -> None:
-        """Apply one event of the session, in order, on the loop's thread."""
-        if isinstance(event, (JobState, Decision, VoteRequest)):
-            self.client(event.model).on_event(event)
-            return
+        """Apply one event of the session that is not about one model, in order, on the loop's thread."""
         with self._view.changed:
             if isinstance(event, Membership):
                 self._view.update(event)

@@ -24,13 +24,14 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client.attachments import Attachments
-from axon_ps.coordinator.client.session import Event, SessionLost
+from axon_ps.coordinator.client.session import Event, JobState, SessionLost
 from axon_ps.errors import Closed, InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.observe.loggers.base import Logger
 from axon_ps.observe.metrics.sources import Source
 from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.types import Array, Member, Membership
+from axon_ps.types import Array, Decision, Member, Membership
+from axon_ps.wire.events import VoteRequest
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
 from axon_ps.worker.connections import Connections
@@ -651,6 +652,9 @@ def _on_event(reference: weakref.ref[World], event: Event) -> None:
     The reference is weak, so that an unused world can be freed.
     """
     if (world := reference()) is None:
+        return
+    if isinstance(event, (JobState, Decision, VoteRequest)):
+        world.models.client(event.model).on_event(event)
         return
     lost: Sequence[Member] = ()
     if isinstance(event, Membership):

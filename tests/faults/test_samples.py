@@ -120,14 +120,15 @@ def die_at(model: FSDP, version: int, number: int) -> None:
 
 def die_knowing(world: axon_ps.World, version: int) -> None:
     """Have this process killed when it receives the commit of a version: the program does not come to know of it."""
-    on_event = world.models.on_event
+    client = world.models.client(0)
+    on_event = client.on_event
 
     def watched(event: Any) -> None:
         if isinstance(event, Decision) and event.version >= version:
             os.kill(os.getpid(), signal.SIGKILL)
         on_event(event)
 
-    world.models.on_event = watched  # type: ignore[method-assign]
+    client.on_event = watched  # type: ignore[method-assign]
 
 
 def note(file: Any, **what: Any) -> None:

@@ -399,24 +399,28 @@ class CoordinatorClient(Calls):
             return knowledge_to_proto(self._delivery.knowledge(self.revocations.reasons))
         if isinstance(event, RevokedNames):
             self.revocations.set(event.reasons)
-        elif isinstance(event, TraceOrder):
+            return None
+        if isinstance(event, TraceOrder):
             self.tracer.order(event, self.spans)
-        else:
-            self._deliver(event)
-        return None
-
-    def _deliver(self, event: ServerEvent) -> None:
+            return None
         if isinstance(event, Welcome):
-            build.check(event.build, f"the coordinator at {self.address}", f"this {self.role.value}")
-            self.rank, self.lease_s, self.state_id = event.rank, event.lease_s, event.state_id
-            self.world_size, self.num_shards = event.world_size or self.world_size, event.num_shards
+            self._welcomed(event)
         was_member = self.membership is not None
         for new in self._delivery.receive(event):
             self._on_event(new)
             if self.tracer.active and isinstance(new, Decision):
                 self.tracer.decided(new.model, new.step)
-        if not isinstance(event, Membership):
-            return
+        if isinstance(event, Membership):
+            self._attach(was_member)
+        return None
+
+    def _welcomed(self, event: Welcome) -> None:
+        build.check(event.build, f"the coordinator at {self.address}", f"this {self.role.value}")
+        self.rank, self.lease_s, self.state_id = event.rank, event.lease_s, event.state_id
+        self.world_size, self.num_shards = event.world_size or self.world_size, event.num_shards
+
+    def _attach(self, was_member: bool) -> None:
+        """Let messages be sent again, now that the membership is known."""
         if not self._availability.is_up:
             self._stream.attached(self._delivery.to_resend())
             if was_member:
