@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 
 from axon_ps.errors import InvalidRequest
@@ -146,8 +146,14 @@ def make_plan(layout: Layout, num_servers: int, options: PlanOptions | None = No
     loads = [(0, server) for server in range(num_servers)]  # a heap: elements so far of each server
     slices: list[tuple[Slice, ...]] = []
     for index, unit in enumerate(layout.units):
-        owners = [heappop(loads) for _ in range(_count(unit.numel, num_servers, options))]
-        slices.append(_cut(index, unit.numel, sorted(server for _, server in owners), options))
+        numel = unit.numel
+        if (count := _count(numel, num_servers, options)) == 1:  # a small unit; a model may have thousands
+            load, server = loads[0]
+            slices.append((Slice(unit=index, server=server, begin=0, end=numel),))
+            heapreplace(loads, (load + numel, server))
+            continue
+        owners = [heappop(loads) for _ in range(count)]
+        slices.append(_cut(index, numel, sorted(server for _, server in owners), options))
         added = {s.server: s.numel for s in slices[-1]}
         for load, server in owners:
             heappush(loads, (load + added.get(server, 0), server))

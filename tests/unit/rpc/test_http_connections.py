@@ -27,7 +27,7 @@ MOST = 8
 SECRET = Security(token="of-the-job")
 AUTHORIZED = "Authorization: Bearer of-the-job\r\n"
 HALF = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-More: "
-LARGE_BYTES = 32 << 20
+LARGE_BYTES = 8 << 20
 
 
 async def large(_: web.Request) -> web.StreamResponse:
