@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from axon_ps.cli.settings import Settings, environment_report
-from axon_ps.errors import AxonError
+from axon_ps.errors import AxonError, ConfigurationError
 from axon_ps.host import loop_cache
 from axon_ps.version import __version__
 
@@ -42,7 +42,7 @@ class Finding:
 
 
 def examine(settings: Settings) -> list[Finding]:
-    """Run all checks; never raises."""
+    """Run all checks; one that fails is a finding."""
     return [
         Finding("axon-ps", f"{__version__} in {Path(__file__).parents[1]}"),
         Finding("python", f"{platform.python_version()} ({sys.executable})"),
@@ -157,12 +157,15 @@ def _security(settings: Settings) -> Finding:
 def _coordinator(address: str) -> Finding:
     if not address:
         return Finding("coordinator", "none named (--coordinator or AXON_PS_COORDINATOR)")
+    from axon_ps.rpc.channels import split_address  # imports gRPC
+
     troubles, addresses = [], address.split(",")
     for each in addresses:
-        host, _, port = each.strip().rpartition(":")
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S):
+            with socket.create_connection(split_address(each.strip()), timeout=_CONNECT_TIMEOUT_S):
                 pass
+        except ConfigurationError as error:
+            troubles.append(str(error))
         except OSError as error:
             troubles.append(f"nobody answers {'there' if len(addresses) == 1 else f'at {each}'}: {error}")
     return Finding("coordinator", address if troubles else f"{address} accepts connections", "; ".join(troubles))

@@ -236,13 +236,17 @@ def split_address(address: str) -> tuple[str, int]:
     """Return host and port of "host:port".
 
     Raises:
-        ConfigurationError: there is no host, or the port is not a number from 1 to 65535.
+        ConfigurationError: there is no host, none can have its name, or the port is not a number from 1 to 65535.
     """
     host, _, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     number = int(port) if port.isascii() and port.isdigit() else 0
     if not host or (":" in host and not bracketed) or not 0 < number < 65536:
         raise ConfigurationError(f"address {address!r} is not host:port with a port from 1 to 65535")
+    try:
+        host.encode("idna")  # as looking it up does
+    except UnicodeError as error:
+        raise ConfigurationError(f"no host can have the name in address {address!r}: {error.__cause__ or error}") from None
     return host.strip("[]"), number
 
 

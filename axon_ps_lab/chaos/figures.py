@@ -64,12 +64,12 @@ class Sign:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A step that has committed according to a worker.
+    """A committed step.
 
     Attributes:
         version: version at which it began.
-        generation: generation in which it was tried.
-        at: time at which the first worker learned of it.
+        generation: generation in which it was tried; 0 = not known.
+        at: time at which the first worker learned of it; in a job that chaos did not start, time of the decision.
     """
 
     version: int

@@ -77,7 +77,7 @@ def one_rank_disagrees(trial: Trial) -> None:
 
 
 def the_first_half_disagrees_with_the_second(trial: Trial) -> None:
-    """Ranks agree with their neighbours, but not with the rest."""
+    """The first ranks make one call, the others another: the error names both."""
     trial.needs_ranks(3)
     one = _all_reduce(5)(trial)
     trial.not_made()

@@ -63,9 +63,9 @@ class Registration:
     def check_optimizer(
         self, optimizer: OptimizerSpec, spec: JobSpec | None, rank: int, *, later: bool = False
     ) -> OptimizerSpec | None:
-        """Return the optimizer with every hyperparameter filled in if it is the first, else None.
+        """Return the optimizer with every hyperparameter filled in if it is the first or `later`, else None.
 
-        A later one must be equal. With `later` it replaces the job's with a step, and may differ.
+        Without `later` another one must be equal. With `later` it may differ: a step is to replace the job's by it.
         """
         if spec is None:
             raise Misuse(f"worker {rank} registers an optimizer before a layout; register the layout first")

@@ -123,11 +123,21 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     assert words in complaint([script if a == "SCRIPT" else a for a in arguments], capsys)
 
 
-def test_the_doctor_checks_the_coordinator_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--coordinator", "127.0.0.1:1", "--json"]) == 1
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", "nobody answers there"),
+        ("-", "is not host:port"),
+        (f"{'a' * 64}:7077", "no host can have the name"),
+    ],
+)
+def test_the_doctor_checks_the_coordinator_it_is_given(
+    address: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--coordinator", address, "--json"]) == 1
     found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
-    assert found["coordinator"]["found"] == "127.0.0.1:1"
-    assert "nobody answers there" in found["coordinator"]["problem"]
+    assert found["coordinator"]["found"] == address
+    assert words in found["coordinator"]["problem"]
 
 
 @pytest.mark.parametrize(

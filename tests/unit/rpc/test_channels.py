@@ -30,6 +30,12 @@ def test_what_is_not_an_address(address: str) -> None:
         split_address(address)
 
 
+@pytest.mark.parametrize("host", ["a" * 64, "a..b", ".a"])
+def test_a_name_that_no_host_can_have(host: str) -> None:
+    with pytest.raises(ConfigurationError, match="no host can have the name"):
+        split_address(f"{host}:80")
+
+
 def test_a_channel_knows_its_address() -> None:
     async def main() -> None:
         channel = connect("127.0.0.1:9", Security())
