@@ -233,10 +233,39 @@ def test_without_torch_the_extra_is_named() -> None:
 
 
 def test_the_page_on_architecture_names_what_is_there() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    paths = set(re.findall(r"`([a-z_]+/[a-z_/.]*)`", page)) - {"core/", "server/", "client/"}
+    pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("architecture.md", "walks.md"))
+    paths = set(re.findall(r"`([a-z_]+/[a-z_/.]*)`", pages)) - {"core/", "server/", "client/", "templates/_helpers.tpl"}
     assert len(paths) > 40
     assert [p for p in sorted(paths) if not (ROOT / "axon_ps" / p).exists() and not (ROOT / p).exists()] == []
+
+
+def listed_modules(page: str) -> dict[Path, set[str]]:
+    """The modules of each folder, as a page lists them: "- `folder/` (remark): module (remark), module"."""
+    folders = {}
+    for item in re.findall(r"^- (`.*?)(?=^- |^$)", page + "\n", re.MULTILINE | re.DOTALL):
+        folder, _, names = re.sub(r"\s*\([^)]*\)", "", " ".join(item.split())).partition(": ")
+        path = folder.strip("`").rstrip("/")
+        folders[ROOT / path if path.startswith("axon_ps") else ROOT / "axon_ps" / path] = {
+            name.strip(" `") for name in names.split(",")
+        }
+    return folders
+
+
+def test_the_page_on_architecture_lists_every_module() -> None:
+    modules: dict[Path, set[str]] = {}
+    for package in ("axon_ps", "axon_ps_lab"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.stem != "__init__" and path.parent.name != "v1":
+                modules.setdefault(path.parent, set()).add(path.stem)
+    assert listed_modules((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")) == modules
+
+
+def test_what_a_page_lists_is_read_from_its_items() -> None:
+    items = "- `host/` (this machine): fork (of a\n  worker), ports\n- `axon_ps/`: errors\n\n**Text**, more\n"
+    assert listed_modules(items) == {
+        ROOT / "axon_ps" / "host": {"fork", "ports"},
+        ROOT / "axon_ps": {"errors"},
+    }
 
 
 @pytest.mark.parametrize("drawn", ["architecture", "members", "results"])
