@@ -240,14 +240,15 @@ def test_the_page_on_architecture_names_what_is_there() -> None:
 
 
 def listed_modules(page: str) -> dict[Path, set[str]]:
-    """The modules of each folder, as a page lists them: "- `folder/` (remark): module (remark), module"."""
+    """The modules of each folder, as a page lists them: "- `folder/` (remark): module (remark); `folder/`: ..."."""
     folders = {}
     for item in re.findall(r"^- (`.*?)(?=^- |^$)", page + "\n", re.MULTILINE | re.DOTALL):
-        folder, _, names = re.sub(r"\s*\([^)]*\)", "", " ".join(item.split())).partition(": ")
-        path = folder.strip("`").rstrip("/")
-        folders[ROOT / path if path.startswith("axon_ps") else ROOT / "axon_ps" / path] = {
-            name.strip(" `") for name in names.split(",")
-        }
+        for part in re.sub(r"\s*\([^)]*\)", "", " ".join(item.split())).split("; "):
+            folder, _, names = part.partition(": ")
+            path = folder.strip("`").rstrip("/")
+            folders[ROOT / path if path.startswith("axon_ps") else ROOT / "axon_ps" / path] = {
+                name.strip(" `") for name in names.split(",")
+            }
     return folders
 
 
