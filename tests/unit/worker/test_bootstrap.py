@@ -253,8 +253,8 @@ def test_waiting_for_others_is_logged_and_times_out(
     assert reminders.FIRST_REMINDER_S <= 2.0
     monkeypatch.setattr(reminders, "FIRST_REMINDER_S", 0.01)
     caplog.set_level(logging.WARNING, "axon_ps")
-    with pytest.raises(Timeout, match=f"{words}.*in vain for 0.2 s"):
-        form_job(Dict(), {}, rank, 2, Deadline(0.2))
+    with pytest.raises(Timeout, match=f"{words}.*in vain for 1 s"):
+        form_job(Dict(), {}, rank, 2, Deadline(1.0))
     assert words in caplog.text
 
 
