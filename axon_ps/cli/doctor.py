@@ -42,7 +42,7 @@ class Finding:
 
 
 def examine(settings: Settings) -> list[Finding]:
-    """Run all checks; one that fails is a finding."""
+    """Run all checks; each gives a finding, also when it fails."""
     return [
         Finding("axon-ps", f"{__version__} in {Path(__file__).parents[1]}"),
         Finding("python", f"{platform.python_version()} ({sys.executable})"),

@@ -1,8 +1,8 @@
 """Workers of a job as Ray actors: each runs a function, again from its first line when its process or node has died.
 
-Ray starts the actor again. Once the actor replies, the driver calls the function again, and the worker joins the running
-job with the same rank. (Ray's own retries of the call are used up within seconds while it has not noticed a node's
-death.)
+Ray starts the actor again. Once the actor replies, the driver calls the function again, and the worker joins the
+running job with the same rank. (Ray's own retries of the call are used up within seconds while it has not noticed a
+node's death.)
 An error that the function itself raises ends the run: it would be raised again.
 """
 

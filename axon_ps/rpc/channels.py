@@ -246,7 +246,8 @@ def split_address(address: str) -> tuple[str, int]:
     try:
         host.encode("idna")  # as looking it up does
     except UnicodeError as error:
-        raise ConfigurationError(f"no host can have the name in address {address!r}: {error.__cause__ or error}") from None
+        why = error.__cause__ or error
+        raise ConfigurationError(f"no host can have the name in address {address!r}: {why}") from None
     return host.strip("[]"), number
 
 
