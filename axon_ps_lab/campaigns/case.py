@@ -19,7 +19,7 @@ from axon_ps_lab.campaigns.grid import LEASE_S, PATIENCE_S, Case, Victim
 from axon_ps_lab.faults import FaultyCluster, Hit, Moment, state_files
 from axon_ps_lab.faults.cluster import MODULES as SERVICE_MODULES
 from axon_ps_lab.faults.driver import Driver
-from axon_ps_lab.faults.fault import ON_THE_WIRE, Fault
+from axon_ps_lab.faults.fault import Fault
 from axon_ps_lab.faults.proxy import ProxiesStalled
 
 MODULES = ("torch", "torch.distributed.tensor", "torch._dynamo", "axon_ps.parallel", "axon_ps.worker.world")
@@ -192,11 +192,11 @@ class Scene:
             struck.append(self._cluster.process("coordinator"))
         if Victim.SHARD in self._case.struck:
             struck.append(self._shard)
-        if fault is Fault.FREEZE or fault in ON_THE_WIRE:
+        if fault.traits.ends:
+            self._kill(struck, hit)
+        else:
             other = self._cluster.process("shard", 1) if struck[0] is self._shard else self._shard
             self._driver.last(fault, struck, seconds, release=hit.release, other=other)
-        else:
-            self._kill(struck, hit)
         self._healed = time.monotonic()
 
     def _kill(self, struck: Sequence[Child], hit: Hit) -> None:

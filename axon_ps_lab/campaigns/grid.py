@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from axon_ps_lab.faults import Moment
-from axon_ps_lab.faults.fault import OF_THE_STATE, Fault
+from axon_ps_lab.faults.fault import Fault, Means
 
 LEASE_S = 1.0
 PATIENCE_S = LEASE_S + 2.0
@@ -155,7 +155,7 @@ def cannot_occur(case: Case) -> str:
         if case.target not in CUT_OFF:
             return "one member is cut off from one server"
         return "" if case.moment in CALLING else "it lasts, so a call meets it like one of these"
-    if case.fault not in OF_THE_STATE:
+    if case.fault.traits.means is not Means.STATE:
         return ""
     if case.target is not Victim.COORDINATOR:
         return "only a coordinator has a state"

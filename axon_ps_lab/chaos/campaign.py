@@ -10,42 +10,12 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from axon_ps.errors import ConfigurationError
-from axon_ps_lab.faults.fault import Fault
+from axon_ps_lab.faults.fault import ROLES, Fault
 
 T = TypeVar("T")
 
-
-ROLES: Final = ("coordinator", "shard", "worker")
-
-POSSIBLE: Final[Mapping[Fault, tuple[str, ...]]] = {
-    **dict.fromkeys((Fault.KILL, Fault.FREEZE, Fault.RESET, Fault.BLACK_HOLE, Fault.DELAY, Fault.SLOW_LINK), ROLES),
-    Fault.PARTITION: ("shard", "worker"),
-    Fault.CUT: ("shard", "worker"),
-    Fault.FULL_DISK: ("coordinator", "shard"),
-    Fault.CLOCK_JUMP: ROLES,
-    Fault.BIT_FLIP: ("shard",),
-    Fault.TRUNCATED_FILE: ("coordinator", "shard"),
-    Fault.KILL_TOGETHER: ("shard",),
-    Fault.FAILING_DISK: ("coordinator",),
-    Fault.OLDER_STATE: ("coordinator",),
-    Fault.TRUNCATED_JOURNAL: ("coordinator",),
-}
-"""The kinds of faults of a campaign, and the roles that each can strike.
-
-A full disk is that of the coordinator's state, or of the shard servers' checkpoints. A truncated file is the manifest,
-which the coordinator reads, or a file that a shard server wrote.
-"""
-
-FROM_OUTSIDE: Final = (Fault.KILL, Fault.FREEZE, Fault.TRUNCATED_FILE)
-"""The kinds that can strike a job that the campaign has not started."""
-
-LASTING: Final = (
-    Fault.FREEZE, Fault.BLACK_HOLE, Fault.DELAY, Fault.SLOW_LINK, Fault.PARTITION, Fault.CUT, Fault.FULL_DISK,
-    Fault.OLDER_STATE,
-)  # fmt: skip
-
-END_THE_COORDINATOR: Final = (Fault.KILL_TOGETHER, Fault.FAILING_DISK, Fault.OLDER_STATE, Fault.TRUNCATED_JOURNAL)
-"""The kinds that end the coordinator; none of them strikes from `spared_from` on."""
+KINDS: Final = {kind.value: kind for kind in Fault if kind.traits.roles}
+"""The kinds of faults of a campaign, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,16 +170,15 @@ def _kinds(table: Any, where: str) -> dict[Fault, KindOptions]:
         raise ConfigurationError(f"{where} names no kind of fault; give at least one table, such as [kinds.kill]")
     kinds = {}
     for name, options in table.items():
-        if name not in {kind.value for kind in POSSIBLE}:
-            known = ", ".join(kind.value for kind in POSSIBLE)
-            raise ConfigurationError(f"{where}: there is no kind {name!r}; use one of {known}")
-        kind = Fault(name)
+        if (kind := KINDS.get(name)) is None:
+            raise ConfigurationError(f"{where}: there is no kind {name!r}; use one of {', '.join(KINDS)}")
         found = _made(KindOptions, options, f"{where}, [kinds.{name}]")
-        roles = found.roles or POSSIBLE[kind]
-        if impossible := [role for role in roles if role not in POSSIBLE[kind]]:
+        possible = kind.traits.roles
+        roles = found.roles or possible
+        if impossible := [role for role in roles if role not in possible]:
             raise ConfigurationError(
                 f"{where}, [kinds.{name}]: roles has {impossible[0]!r}, which it cannot strike; "
-                f"use of {', '.join(POSSIBLE[kind])}"
+                f"use of {', '.join(possible)}"
             )
         kinds[kind] = dataclasses.replace(found, roles=roles)
     return kinds
@@ -289,7 +258,7 @@ def _check(campaign: Campaign, where: str) -> None:
 
 
 def _check_job(campaign: Campaign, job: Job, where: str) -> None:
-    if inside := [kind.value for kind in campaign.kinds if kind not in FROM_OUTSIDE]:
+    if inside := [kind.value for kind in campaign.kinds if not kind.traits.from_outside]:
         raise ConfigurationError(
             f"{where}: {', '.join(inside)} cannot be had in a running job, whose connections, disks and memory are not "
             f"the campaign's; leave {'it' if len(inside) == 1 else 'them'} out, or have the campaign start a job of "
@@ -299,7 +268,7 @@ def _check_job(campaign: Campaign, job: Job, where: str) -> None:
         raise ConfigurationError(
             f"{where}: truncated_file needs the job's checkpoints; give checkpoint_dir in [job], or leave it out"
         )
-    struck = {role for k in (Fault.KILL, Fault.FREEZE) if k in campaign.kinds for role in campaign.kinds[k].roles}
+    struck = {role for options in campaign.kinds.values() for role in options.roles}
     if "worker" in struck and not job.pid_files.get("worker"):
         raise ConfigurationError(
             f"{where}: workers listen on no address by which they could be found; give pid_files.worker in [job], or "

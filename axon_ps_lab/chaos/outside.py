@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -20,6 +21,7 @@ from axon_ps_lab.chaos.figures import Events
 from axon_ps_lab.chaos.memory import resident_bytes
 from axon_ps_lab.chaos.observer import Observer
 from axon_ps_lab.chaos.plan import PlannedFault
+from axon_ps_lab.faults.driver import send_signals
 from axon_ps_lab.faults.fault import Fault
 from axon_ps_lab.faults.proxy import owner_of
 
@@ -98,22 +100,23 @@ class RunningJob:
         )
 
     def deal(self, fault: PlannedFault) -> tuple[str, float, str]:
-        """Inject a fault, and return when it is over; see `Struck.deal`."""
+        """Inject a fault, and return when it is over; see `Struck.deal`.
+
+        Raises:
+            InvalidRequest: it cannot strike a job that the campaign has not started.
+        """
         time.sleep(fault.after_s)
         if fault.kind is Fault.TRUNCATED_FILE:
             began = time.monotonic()
             return fault.role, began, truncated(self._job.checkpoint_dir, fault, self._restore)
         pids = self._pids(fault.role)
         pid = pids[fault.index % len(pids)]
+        send = partial(_send, pid)
         began = time.monotonic()
         if fault.kind is Fault.KILL:
-            _send(pid, signal.SIGKILL)
+            send(signal.SIGKILL)
         else:
-            _send(pid, signal.SIGSTOP)
-            try:
-                time.sleep(fault.seconds)
-            finally:
-                _send(pid, signal.SIGCONT)
+            send_signals(fault.kind, [send], fault.seconds)
         return f"{fault.role} ({pid})", began, ""
 
     def _restore(self, uri: str) -> str:

@@ -6,11 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from axon_ps_lab.chaos.campaign import END_THE_COORDINATOR, LASTING, Campaign, Embedded, Job, KindOptions
+from axon_ps_lab.chaos.campaign import Campaign, Embedded, Job, KindOptions
 from axon_ps_lab.faults.fault import Fault
-
-OUTAGES: Final = (Fault.FREEZE, Fault.BLACK_HOLE, Fault.PARTITION, Fault.CUT)
-"""A worker that is struck by one of these for longer than its lease stops being a member."""
 
 MOMENTS: Final = ("GATHER", "FORWARD", "BACKWARD", "PUSH", "VOTE", "BETWEEN_STEPS", "DECISION")
 
@@ -68,10 +65,10 @@ def planned(campaign: Campaign) -> list[PlannedFault]:
 def _fault(campaign: Campaign, number: int, chance: random.Random) -> PlannedFault:
     target = campaign.target
     spares = isinstance(target, Embedded) and number > target.spared_from * campaign.faults
-    kinds = [k for k in campaign.kinds if not (spares and k in END_THE_COORDINATOR)] or list(campaign.kinds)
+    kinds = [k for k in campaign.kinds if not (spares and k.traits.ends_coordinator)] or list(campaign.kinds)
     kind = chance.choices(kinds, [campaign.kinds[k].weight for k in kinds])[0]
     options = campaign.kinds[kind]
-    seconds = chance.choice(options.seconds) if kind in (*LASTING, Fault.CLOCK_JUMP) else 0.0
+    seconds = chance.choice(options.seconds) if kind.traits.lasts else 0.0
     indices = _indices(target, kind, options, seconds, spares=spares)
     role = chance.choice(list(indices))
     index = chance.choice(indices[role])
@@ -103,8 +100,9 @@ def _indices(
     if isinstance(target, Job):  # the number of processes is determined when the fault strikes
         return dict.fromkeys(options.roles, range(64))
     counts = {"coordinator": 1, "shard": target.shards, "worker": target.workers}
-    leaves = kind in OUTAGES and seconds >= target.lease_s / 2
-    spared = {role: spares and (kind is Fault.KILL or (role == "worker" and leaves)) for role in options.roles}
+    kills = kind.traits.ends and not kind.traits.ends_coordinator
+    leaves = kind.traits.silences and seconds >= target.lease_s / 2
+    spared = {role: spares and (kills or (role == "worker" and leaves)) for role in options.roles}
     found = {role: range(int(spared[role]), counts[role]) for role in options.roles}
     return {role: some for role, some in found.items() if some} or dict.fromkeys(options.roles, range(1))
 

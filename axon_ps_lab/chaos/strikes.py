@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from axon_ps.errors import AxonError
+from axon_ps.errors import AxonError, InvalidRequest
 from axon_ps.host.children import Child
 from axon_ps.observe.moments import Moment
 from axon_ps_lab.chaos import disks
-from axon_ps_lab.chaos.campaign import END_THE_COORDINATOR
 from axon_ps_lab.chaos.checkpoints import truncated
 from axon_ps_lab.chaos.observer import Observer
 from axon_ps_lab.chaos.plan import PlannedFault
 from axon_ps_lab.faults import FaultyCluster, Hit, bit_flips, state_files
 from axon_ps_lab.faults.driver import Driver, Release, nothing_stopped
-from axon_ps_lab.faults.fault import ON_THE_WIRE, Fault
+from axon_ps_lab.faults.fault import Fault, Means
 
 _MOMENT_S: Final = 0.7
 _RESTORE_S: Final = 15.0
@@ -84,9 +83,9 @@ class Strikes:
 
     def _strike(self, fault: PlannedFault, process: Child, release: Release) -> str:
         kind = fault.kind
-        if kind is Fault.KILL or kind in END_THE_COORDINATOR:
+        if kind.traits.ends:
             return self._end(fault, process, release)
-        if kind is Fault.FREEZE or kind in ON_THE_WIRE:
+        if kind.traits.means is not Means.CAMPAIGN:
             side = [self._process(*member) for member in fault.side]
             struck = side if kind is Fault.PARTITION else [process]
             other = side[0] if kind is Fault.CUT else None
@@ -105,7 +104,9 @@ class Strikes:
         if kind is Fault.TRUNCATED_FILE:
             release()
             return truncated(str(self._checkpoints), fault, lambda uri: self._observer.restore(uri, _RESTORE_S))
-        return self._flip(fault, process, release)
+        if kind is Fault.BIT_FLIP:
+            return self._flip(fault, process, release)
+        raise InvalidRequest(f"a campaign cannot strike by {kind.value}; add it to `Strikes`")
 
     def _end(self, fault: PlannedFault, process: Child, release: Release) -> str:
         """End processes, and restart the services among them with the remains of their state."""

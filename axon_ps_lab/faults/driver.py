@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from axon_ps.errors import AxonError
+from axon_ps.errors import AxonError, InvalidRequest
 from axon_ps.host.children import Child
 from axon_ps.observe.moments import Moment
 from axon_ps_lab.faults import state_files
 from axon_ps_lab.faults.cluster import FaultyCluster
-from axon_ps_lab.faults.fault import Fault
+from axon_ps_lab.faults.fault import Fault, Means
 from axon_ps_lab.faults.injector import Hit
 from axon_ps_lab.faults.proxy import Disturbance
 
@@ -23,9 +23,36 @@ END_S: Final = 60.0
 Release = Callable[[], object]
 """Lets a process continue that stopped at its moment; it may be called again."""
 
+Send = Callable[[int], object]
+"""Sends a signal to a process."""
+
 
 def nothing_stopped() -> None:
     """Release nothing."""
+
+
+def send_signals(fault: Fault, to: Sequence[Send], seconds: float, release: Release = nothing_stopped) -> None:
+    """Strike processes by signals for a while.
+
+    Args:
+        fault: FREEZE.
+        to: sends a signal to each of the processes.
+        seconds: its duration.
+        release: called when the fault has begun.
+
+    Raises:
+        InvalidRequest: the fault is another one.
+    """
+    if fault is not Fault.FREEZE:
+        raise InvalidRequest(f"{fault.value} is not a fault by signals; add its signals to `send_signals`")
+    for send in to:
+        send(signal.SIGSTOP)
+    try:
+        release()
+        time.sleep(seconds)
+    finally:
+        for send in to:
+            send(signal.SIGCONT)
 
 
 class Driver:
@@ -68,8 +95,11 @@ class Driver:
             A note for the report.
 
         Raises:
+            InvalidRequest: the fault does not end processes.
             AxonError: a process runs on.
         """
+        if not fault.traits.ends:
+            raise InvalidRequest(f"{fault.value} does not end processes; call `last`")
         if fault is Fault.FAILING_DISK:
             for process in struck:
                 state_files.cannot_write(process)
@@ -98,19 +128,26 @@ class Driver:
         bytes_per_s: float = 1e6,
         other: Child | None = None,
     ) -> None:
-        """Freeze processes or disturb their connections for a while.
+        """Send signals to processes, or disturb their connections, for a while.
 
         Args:
-            fault: FREEZE, or a fault of connections.
+            fault: a fault by signals, or of connections.
             struck: the processes; PARTITION: those of one side.
             seconds: its duration.
             release: called when the fault has begun.
             bytes_per_s: SLOW_LINK: the rate.
             other: CUT: the process that they cannot reach.
+
+        Raises:
+            InvalidRequest: the fault is another one.
         """
-        if fault is Fault.FREEZE:
-            self._freeze(struck, seconds, release)
+        if fault.traits.means is Means.SIGNALS:
+            send_signals(fault, [process.send_signal for process in struck], seconds, release)
             return
+        if fault.traits.means is not Means.WIRE:
+            raise InvalidRequest(
+                f"{fault.value} is neither by signals nor of connections, so a driver cannot make it last"
+            )
         kind = Fault.BLACK_HOLE if fault in (Fault.PARTITION, Fault.CUT) else fault
         what = Disturbance(kind=kind, seconds=seconds, bytes_per_s=bytes_per_s)
         if fault is Fault.PARTITION:
@@ -123,14 +160,3 @@ class Driver:
                     self._cluster.disturb(what, process)
         release()
         time.sleep(what.heals_after_s)
-
-    @staticmethod
-    def _freeze(struck: Sequence[Child], seconds: float, release: Release) -> None:
-        for process in struck:
-            process.send_signal(signal.SIGSTOP)
-        try:
-            release()
-            time.sleep(seconds)
-        finally:
-            for process in struck:
-                process.send_signal(signal.SIGCONT)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
+from axon_ps.errors import InvalidRequest
 from axon_ps_lab.faults.fault import Fault
 
 Returned = TypeVar("Returned")
@@ -208,6 +209,7 @@ class TcpProxy:
             clients: process ids of the clients whose connections are disturbed; None = all.
 
         Raises:
+            InvalidRequest: a proxy cannot disturb connections so.
             ProxiesStalled: the thread of the proxies did not run.
         """
         _run(self._loop, self._disturb(what, None if clients is None else _Clients(clients)))
@@ -268,8 +270,10 @@ class TcpProxy:
                 connection.half_close()
         elif what.kind is Fault.RESET:
             self._reset(clients)
-        else:
+        elif what.kind is Fault.RESETS:
             self._start(self._reset_for(what, clients))
+        else:
+            raise InvalidRequest(f"a proxy cannot disturb connections by {what.kind.value}; add it to `TcpProxy`")
 
     async def _reset_for(self, what: Disturbance, clients: _Clients | None) -> None:
         ends = time.monotonic() + what.seconds

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from axon_ps.errors import ConfigurationError
-from axon_ps_lab.chaos.campaign import END_THE_COORDINATOR, POSSIBLE, Campaign, Embedded, Job, load, parse
-from axon_ps_lab.chaos.plan import OUTAGES, planned
+from axon_ps_lab.chaos.campaign import KINDS, Campaign, Embedded, Job, load, parse
+from axon_ps_lab.chaos.plan import planned
 from axon_ps_lab.faults.fault import Fault
 
-DEFAULT = Path(__file__).parents[3] / "examples" / "chaos.toml"
+ROOT = Path(__file__).parents[3]
+DEFAULT = ROOT / "examples" / "chaos.toml"
+RECORD = ROOT / "benchmarks" / "results" / "chaos.json"
 
-EVERY_KIND = "".join(f"[kinds.{kind.value}]\nseconds = [0.2, 2.0]\n" for kind in POSSIBLE)
+EVERY_KIND = "".join(f"[kinds.{name}]\nseconds = [0.2, 2.0]\n" for name in KINDS)
 
 
 def campaign(text: str = EVERY_KIND, head: str = "") -> Campaign:
@@ -25,8 +28,22 @@ def campaign(text: str = EVERY_KIND, head: str = "") -> Campaign:
 def test_the_default_campaign_can_be_read() -> None:
     found = load(DEFAULT)
     assert found.faults == 2000
-    assert set(found.kinds) >= set(POSSIBLE) - {Fault.BIT_FLIP}
     assert found.embedded.shards > found.embedded.replication
+
+
+def test_the_default_campaign_has_the_kinds_of_its_record() -> None:
+    """Further kinds enter when a record is made again, since each changes all draws of the seed."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert {row["kind"] for row in record["rows"]} <= {kind.value for kind in load(DEFAULT).kinds}
+
+
+def test_every_kind_is_documented_with_its_roles_and_whether_it_lasts() -> None:
+    page = (ROOT / "docs" / "chaos.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    documented = {name.strip("`"): (roles, "`seconds`" in values) for name, _, roles, values in rows}
+    assert documented == {name: (", ".join(kind.traits.roles), kind.traits.lasts) for name, kind in KINDS.items()}
+    outside = [f"`{name}`" for name, kind in KINDS.items() if kind.traits.from_outside]
+    assert f"Only {', '.join(outside[:-1])} and {outside[-1]} are possible" in " ".join(page.split())
 
 
 def test_values_of_a_file() -> None:
@@ -49,7 +66,7 @@ def test_fewer_faults_are_the_beginning_of_more() -> None:
 
 def test_every_kind_strikes_every_role_that_it_can() -> None:
     found = Counter((fault.kind, fault.role) for fault in planned(campaign(head="faults = 2000")))
-    assert set(found) == {(kind, role) for kind, roles in POSSIBLE.items() for role in roles}
+    assert set(found) == {(kind, role) for kind in KINDS.values() for role in kind.traits.roles}
 
 
 def test_weights_are_how_often_beside_the_others() -> None:
@@ -61,8 +78,8 @@ def test_the_spared_live_through_the_second_half() -> None:
     half = [fault for fault in planned(campaign(head="faults = 2000")) if fault.number > 1000]
     killed = {(fault.role, fault.index) for fault in half if fault.kind is Fault.KILL}
     assert killed == {("shard", 1), ("shard", 2), ("worker", 1)}
-    assert not [fault for fault in half if fault.kind in END_THE_COORDINATOR]
-    long = [f for f in half if f.kind in OUTAGES and f.seconds > 1.0]
+    assert not [fault for fault in half if fault.kind.traits.ends_coordinator]
+    long = [f for f in half if f.kind.traits.silences and f.seconds > 1.0]
     assert ("worker", 0) not in {place for f in long for place in ((f.role, f.index), *f.side)}
 
 

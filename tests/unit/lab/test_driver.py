@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from axon_ps.errors import AxonError
-from axon_ps_lab.faults.driver import Driver
-from axon_ps_lab.faults.fault import ON_THE_WIRE, Fault
+from axon_ps.errors import AxonError, InvalidRequest
+from axon_ps_lab.faults.driver import Driver, send_signals
+from axon_ps_lab.faults.fault import Fault, Means
 from axon_ps_lab.faults.proxy import Disturbance
 
 
@@ -95,7 +95,34 @@ def test_the_frozen_go_on_even_if_the_moment_cannot_be_released(driver: Driver, 
     assert log == [("a", "SIGSTOP"), ("b", "SIGSTOP"), ("a", "SIGCONT"), ("b", "SIGCONT")]
 
 
-@pytest.mark.parametrize("fault", sorted(ON_THE_WIRE - {Fault.PARTITION, Fault.CUT}, key=lambda fault: fault.value))
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault.traits.means is Means.SIGNALS])
+def test_processes_go_on_after_every_kind_by_signals(fault: Fault, driver: Driver, log: list[object]) -> None:
+    driver.last(fault, processes(log, "a"), 0.0)
+    assert log[-1] == ("a", "SIGCONT")
+
+
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault.traits.means is not Means.SIGNALS])
+def test_what_is_not_by_signals_sends_none(fault: Fault, log: list[object]) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{fault.value} is not a fault by signals"):
+        send_signals(fault, [log.append], 0.0)
+    assert log == []
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_what_a_driver_cannot_do_is_refused(fault: Fault, driver: Driver, log: list[object]) -> None:
+    if not fault.traits.ends:
+        with pytest.raises(InvalidRequest, match=f"^{fault.value} does not end processes"):
+            driver.end(fault, processes(log, "a"))
+    if fault.traits.means not in (Means.SIGNALS, Means.WIRE):
+        with pytest.raises(InvalidRequest, match=f"^{fault.value} is neither by signals nor of connections"):
+            driver.last(fault, processes(log, "a"), 0.0)
+    assert log == []
+
+
+WIRE = [fault for fault in Fault if fault.traits.means is Means.WIRE]
+
+
+@pytest.mark.parametrize("fault", [fault for fault in WIRE if fault not in (Fault.PARTITION, Fault.CUT)])
 def test_connections_of_all_struck_are_disturbed_before_the_release(
     fault: Fault, driver: Driver, log: list[object]
 ) -> None:

@@ -104,6 +104,12 @@ def test_a_wall_clock_jumps_and_a_monotonic_one_does_not(tmp_path: Path) -> None
     clocks.close()
 
 
+@pytest.mark.parametrize("kind", [Fault.KILL, Fault.FREEZE, Fault.PARTITION, Fault.CUT])
+def test_what_a_proxy_cannot_do_is_refused(ends: Ends, kind: Fault) -> None:
+    with pytest.raises(InvalidRequest, match=f"cannot disturb connections by {kind.value}"):
+        ends.proxy.disturb(Disturbance(kind=kind, seconds=0.1))
+
+
 @pytest.mark.parametrize("kind", [Fault.BLACK_HOLE, Fault.DELAY])
 def test_what_is_late_arrives_in_order_and_whole(ends: Ends, kind: Fault) -> None:
     began = time.monotonic()
