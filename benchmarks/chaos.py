@@ -1,4 +1,4 @@
-"""`make lab NAME=chaos`: the default campaign, 2,000 faults of every kind over all roles of one job, and their cost.
+"""`make lab NAME=chaos`: the default campaign, 2,000 faults of many kinds over all roles of one job, and their cost.
 
     python benchmarks/chaos.py [--faults 2000] [--seed 20] [--campaign examples/chaos.toml]
 
