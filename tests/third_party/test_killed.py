@@ -1,4 +1,7 @@
-"""The scripts of every library go on when a shard server, and then a worker, is killed: with the losses of before."""
+"""The scripts of every library go on when a shard server, and then a worker, is killed: with the losses of before.
+
+Tests of `lightning/position.py`.
+"""
 
 from __future__ import annotations
 
