@@ -1,7 +1,4 @@
-"""The scripts of every library go on when a shard server, and then a worker, is killed: with the losses of before.
-
-Tests of `lightning/position.py`.
-"""
+"""The scripts of every library go on when a shard server, and then a worker, is killed: with the losses of before."""
 
 from __future__ import annotations
 
