@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backends.base import Call, Operation, Request
+from axon_ps.collectives.backends.base import Call, GroupContext, Operation, Request
 from axon_ps.collectives.backends.hierarchical.stage import Stage, on_device
 from axon_ps.collectives.backends.mock import MockBackend, mock_contexts
 from axon_ps.collectives.staging import Staging
@@ -136,9 +136,32 @@ def test_a_call_that_fails_gives_its_buffers_back_and_changes_no_device_memory()
     assert on_gpu.get().tolist() == [0.0, 1.0]
 
 
-def test_messages_of_device_memory_go_through_the_host() -> None:
-    first, second = (Stage(MockBackend(context), Counted()) for context in mock_contexts(2))
-    sent, taken = asarray(arange(3)), asarray(np.zeros(3, np.float32))
+class Messages(MockBackend):
+    """Notes whether messages are in device memory."""
+
+    def __init__(self, context: GroupContext) -> None:
+        super().__init__(context)
+        self.on_device: list[bool] = []
+
+    def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
+        self.on_device.append(on_device(data))
+        super().send(data, dtype, to, tag, timeout_s)
+
+    def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
+        self.on_device.append(on_device(data))
+        return super().recv(data, dtype, source, tag, timeout_s)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("device", [True, False])
+def test_messages_of_device_memory_go_through_the_host_if_they_must(*, device: bool, staged: bool) -> None:
+    backends = [Messages(context) for context in mock_contexts(2)]
+    stagings = [Counted() if staged else None for _ in backends]
+    first, second = (Stage(backend, staging) for backend, staging in zip(backends, stagings, strict=True))
+    sent: Any = asarray(arange(3)) if device else arange(3)
+    taken: Any = asarray(np.zeros(3, np.float32)) if device else np.zeros(3, np.float32)
     first.send(sent, DType.F32, 1, 0, LONG_S)
     assert second.recv(taken, DType.F32, 0, 0, LONG_S) == 0
-    assert taken.get().tolist() == [0.0, 1.0, 2.0]
+    assert (taken.get() if device else taken).tolist() == [0.0, 1.0, 2.0]
+    assert [backend.on_device for backend in backends] == [[device and not staged]] * 2
+    assert all(staging is None or staging.held == 0 for staging in stagings)
