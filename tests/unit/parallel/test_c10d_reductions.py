@@ -81,6 +81,7 @@ def test_bits_of_integers_are_reduced_where_they_are() -> None:
         tensor = torch.ones(4, dtype=dtype)
         assert reduction.direct
         assert reduction.buffer(tensor).data_ptr() == tensor.data_ptr()
+    assert not TensorReduction.of(dist.ReduceOp.BXOR, torch.float8_e5m2).direct
 
 
 def test_float8_is_rounded_once() -> None:

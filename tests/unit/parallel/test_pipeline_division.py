@@ -64,6 +64,10 @@ def test_stages_have_all_modules_in_order_named_by_their_position(sizes: Any, le
     assert [module for _, module in named] == MODULES
 
 
+def test_a_schedule_with_several_stages_on_a_rank_takes_a_multiple_of_the_ranks() -> None:
+    assert [len(stage) for stage in divide(MODULES, 4, 2, LOOPED, None)] == [2, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("num_stages", "ranks", "schedule", "sizes", "words"),
     [

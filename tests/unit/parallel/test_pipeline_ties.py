@@ -94,6 +94,19 @@ def test_copies_of_one_process_need_no_group() -> None:
         assert modules[stage].weight.grad.tolist() == [[4.0, 4.0]] * 2  # type: ignore[union-attr]
 
 
+def test_copies_of_one_rank_of_several_are_its_own_matter() -> None:
+    def one(group: ProcessGroup) -> Any:
+        modules = {1: linear(1.0), 2: linear(2.0)} if group.rank == 1 else {0: linear(3.0)}
+        tied = TiedParameters((((1, "weight"), (2, "weight")),), OWNER, modules, group)
+        tied.begin()
+        for module in modules.values():
+            module.weight.grad = torch.ones(2, 2)
+        tied.reduce()
+        return [(module.weight[0, 0].item(), module.weight.grad[0, 0].item()) for module in modules.values()]
+
+    assert on_ranks(2, one) == [[(3.0, 1.0)], [(1.0, 2.0), (1.0, 2.0)]]
+
+
 def test_frozen_copies_get_no_gradient() -> None:
     modules = {0: linear(1.0), 2: linear(2.0)}
     for module in modules.values():
