@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from axon_ps.errors import Misuse
 from axon_ps.parallel.fsdp.tensors import loss_scale
@@ -70,6 +71,15 @@ def test_backwards_of_threads_are_apart() -> None:
     for thread in threads:
         thread.join()
     assert seen == {2.0: [2.0], 3.0: [3.0]}
+
+
+def test_a_reentrant_checkpoint_has_the_scale_of_the_backward_around_it() -> None:
+    seen: list[float] = []
+    leaf, x = weight(seen), torch.ones(2, requires_grad=True)
+    for scale in (4.0, 1.0):
+        loss = checkpoint(lambda x: (x * leaf).sum(), x, use_reentrant=True)
+        (scaled(loss * scale, scale) if scale != 1.0 else loss).backward()
+    assert seen == [4.0, 1.0]
 
 
 def test_backwards_that_were_broken_off_do_not_pile_up() -> None:
