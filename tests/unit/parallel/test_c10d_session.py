@@ -109,6 +109,22 @@ def test_a_worker_that_has_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
     run_threads(end, 2)
 
 
+@pytest.mark.parametrize(
+    ("succeeded", "owned", "closes"),
+    [(True, True, [None]), (False, True, [False]), (True, False, []), (False, False, [])],
+)
+def test_a_process_that_ends_by_an_error_leaves_as_unfinished(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, succeeded: bool, owned: bool, closes: list[bool | None]
+) -> None:
+    session, found = TorchSession(world, 0, owned=owned), []
+    with monkeypatch.context() as patched:
+        patched.setattr(sessions, "process_succeeded", lambda: succeeded)
+        patched.setattr(world, "close", lambda *, finished=None: found.append(finished))
+        session._at_exit()
+    assert found[: len(closes)] == closes
+    assert bool(found) == bool(closes)
+
+
 # ------------------------------------------------------------------ entries
 
 
