@@ -1,4 +1,8 @@
-"""The conformance suite over every backend, in real processes. Launching them takes longest, so some share it."""
+"""The conformance suite over every backend, in real processes. Launching them takes longest, so some share it.
+
+Tests of `collectives/backends/shm/exchange.py`, `collectives/backends/shm/large.py`,
+`collectives/backends/shm/mailbox.py` and `collectives/backends/shm/rendezvous.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The conformance suite over backends whose ranks are threads: mock, hierarchical over mock, gloo; and over liars."""
+"""The conformance suite over backends whose ranks are threads: mock, hierarchical over mock, gloo; and over liars.
+
+Tests of `collectives/backends/hierarchical/staged.py`.
+"""
 
 from __future__ import annotations
 

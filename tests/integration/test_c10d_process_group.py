@@ -1,4 +1,7 @@
-"""`init_process_group("axon")` in every way it can begin and end, its store, its sub-groups, and a rank that dies."""
+"""`init_process_group("axon")` in every way it can begin and end, its store, its sub-groups, and a rank that dies.
+
+Tests of `parallel/c10d/register.py`, `parallel/c10d/session.py` and `parallel/c10d/store.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tensor-parallel models on real processes, alone and under DDP, train what one process trains; DCP reshapes them."""
+"""Tensor-parallel models on real processes, alone and under DDP, train what one process trains; DCP reshapes them.
+
+Tests of `parallel/tensor/dcp.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Accelerate over our shard servers, and its DDP and FSDP2 over "axon": the losses over gloo."""
+"""Accelerate over our shard servers, and its DDP and FSDP2 over "axon": the losses over gloo.
+
+Tests of `huggingface/accelerator.py`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Each framework's script, `features_of_*.py`, runs over gloo and on shard servers. Everything that it computes is
 compared: parameters, learning rates, losses, averages.
+
+Tests of `lightning/callbacks.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Hugging Face directories: what the servers have is what transformers and DCP read, and the other way round."""
+"""Hugging Face directories: what the servers have is what transformers and DCP read, and the other way round.
+
+Tests of `huggingface/directory.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lightning's strategies over axon_ps: the losses that DDP and FSDP2 have over gloo."""
+"""Lightning's strategies over axon_ps: the losses that DDP and FSDP2 have over gloo.
+
+Tests of `lightning/strategy.py` and `lightning/over_backend.py`.
+"""
 
 from __future__ import annotations
 

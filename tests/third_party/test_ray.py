@@ -2,6 +2,8 @@
 
 The nodes are raylets of this machine, each with its own workers and object store. The head has no CPU to give, so that
 shard servers and workers are on the other three.
+
+Tests of `ray/placement.py`, `ray/service.py`, `ray/services.py`, `ray/train.py` and `ray/workers.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""transformers' Trainer over our shard servers: the losses that it has over gloo."""
+"""transformers' Trainer over our shard servers: the losses that it has over gloo. Tests of `huggingface/trainer.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`axon_ps.ray` without Ray: what can be asked for, and that nothing of Ray is loaded for it."""
+"""`axon_ps.ray` without Ray: what can be asked for, and that nothing of Ray is loaded for it.
+
+Tests of `ray/config.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""NcclBackend without a GPU: what is pure, what is said when there is none, and its logic over a fake NCCL."""
+"""NcclBackend without a GPU: what is pure, what is said when there is none, and its logic over a fake NCCL.
+
+Tests of `collectives/backends/nccl/calls.py`.
+"""
 
 from __future__ import annotations
 

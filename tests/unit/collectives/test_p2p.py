@@ -1,4 +1,7 @@
-"""Exchanges that cannot deadlock: everything is under way before anything is waited for."""
+"""Exchanges that cannot deadlock: everything is under way before anything is waited for.
+
+Tests of `collectives/p2p.py`.
+"""
 
 from __future__ import annotations
 

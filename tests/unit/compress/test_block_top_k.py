@@ -1,4 +1,7 @@
-"""The largest magnitudes of every block, against numpy."""
+"""The largest magnitudes of every block, against numpy.
+
+Tests of `compress/block_top_k.py` and `kernels/block_top_k.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compressors against numpy, and what must hold for all of them."""
+"""Compressors against numpy, and what must hold for all of them.
+
+Tests of `compress/floats.py` and `kernels/top_k.py`.
+"""
 
 from __future__ import annotations
 

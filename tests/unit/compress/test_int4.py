@@ -1,4 +1,7 @@
-"""Rotated blocks of int4 against numpy: the bytes, what comes back, its error, edges, and what is refused."""
+"""Rotated blocks of int4 against numpy: the bytes, what comes back, its error, edges, and what is refused.
+
+Tests of `kernels/int4.py`.
+"""
 
 from __future__ import annotations
 

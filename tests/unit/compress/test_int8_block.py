@@ -1,4 +1,7 @@
-"""Blocks of int8 as elements: what numpy says they are, and sums that are right on average."""
+"""Blocks of int8 as elements: what numpy says they are, and sums that are right on average.
+
+Tests of `kernels/int8.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adagrad against torch.optim.Adagrad."""
+"""Adagrad against torch.optim.Adagrad. Tests of `optim/adagrad.py`."""
 
 from __future__ import annotations
 

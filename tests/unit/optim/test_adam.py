@@ -1,4 +1,4 @@
-"""Adam and AdamW against torch.optim."""
+"""Adam and AdamW against torch.optim. Tests of `optim/adam.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipping against torch.nn.utils.clip_grad_norm_."""
+"""Clipping against torch.nn.utils.clip_grad_norm_. Tests of `optim/clipping.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lion against algorithm 2 of Chen et al. 2023, written in torch operations."""
+"""Lion against algorithm 2 of Chen et al. 2023, written in torch operations. Tests of `optim/lion.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSprop against torch.optim.RMSprop."""
+"""RMSprop against torch.optim.RMSprop. Tests of `optim/rmsprop.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGD against torch.optim.SGD."""
+"""SGD against torch.optim.SGD. Tests of `optim/sgd.py`."""
 
 from __future__ import annotations
 

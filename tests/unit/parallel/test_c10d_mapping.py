@@ -1,4 +1,7 @@
-"""What torch.distributed's process group makes of tensors, dtypes and operations, on groups of threads."""
+"""What torch.distributed's process group makes of tensors, dtypes and operations, on groups of threads.
+
+Tests of `parallel/c10d/sparse.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`DistributedDataParallel` among threads: errors, buckets, hooks' feedback, what is collective and what is not."""
+"""`DistributedDataParallel` among threads: errors, buckets, hooks' feedback, what is collective and what is not.
+
+Tests of `parallel/ddp/ddp.py`, `parallel/ddp/reducer.py`, `parallel/ddp/replicas.py`,
+`parallel/comm_hooks/compressed.py`, `parallel/comm_hooks/hooks.py`, `parallel/comm_hooks/host_values.py`,
+`parallel/comm_hooks/int8.py` and `parallel/comm_hooks/registry.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What DiLoCo does with a job, step by step; `tests/integration/test_diloco.py` holds it to plain torch."""
+"""What DiLoCo does with a job, step by step; `tests/integration/test_diloco.py` holds it to plain torch.
+
+Tests of `parallel/diloco/diloco.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The loop over an `ElasticLoader`, with the real engines in this process: what it trains on, and what comes again."""
+"""The loop over an `ElasticLoader`, with the real engines in this process: what it trains on, and what comes again.
+
+Tests of `parallel/elastic_loader.py`.
+"""
 
 from __future__ import annotations
 

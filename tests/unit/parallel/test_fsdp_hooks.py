@@ -1,4 +1,8 @@
-"""The hooks and the runtime against plain torch, with the servers faked: every shape a module tree can take."""
+"""The hooks and the runtime against plain torch, with the servers faked: every shape a module tree can take.
+
+Tests of `parallel/fsdp/fsdp.py`, `parallel/fsdp/hooks.py`, `parallel/fsdp/runtime.py`,
+`parallel/fsdp/on_servers/server_runtime.py` and `parallel/fsdp/on_servers/served_masters.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a wrapped model offers by hand, per strategy and offload, with the servers faked."""
+"""What a wrapped model offers by hand, per strategy and offload, with the servers faked.
+
+Tests of `parallel/fsdp/abstract_runtime.py`, `parallel/fsdp/build.py`, `parallel/fsdp/values.py`,
+`parallel/fsdp/no_shard/replicated.py` and `parallel/grad_scaler.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`GradientBucket`, the assignment of gradients to buckets, and `GradientSynchronizer` among threads."""
+"""`GradientBucket`, the assignment of gradients to buckets, and `GradientSynchronizer` among threads.
+
+Tests of `parallel/ddp/synchronizer.py`.
+"""
 
 from __future__ import annotations
 

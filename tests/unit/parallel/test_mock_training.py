@@ -1,4 +1,7 @@
-"""Training on workers that are threads, with the real engines in this process: every strategy against one process."""
+"""Training on workers that are threads, with the real engines in this process: every strategy against one process.
+
+Tests of `parallel/fsdp/no_shard/local_checkpoint.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""NO_SHARD against plain torch where programs write values, and where a loss does not come from forward's tensors."""
+"""NO_SHARD against plain torch where programs write values, and where a loss does not come from forward's tensors.
+
+Tests of `parallel/fsdp/no_shard/replicated_unit.py`.
+"""
 
 from __future__ import annotations
 

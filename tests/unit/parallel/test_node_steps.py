@@ -1,4 +1,8 @@
-"""The workers of a node as threads: what they hold, what they push, and that they must do the same."""
+"""The workers of a node as threads: what they hold, what they push, and that they must do the same.
+
+Tests of `parallel/fsdp/hybrid/calls.py`, `parallel/fsdp/hybrid/gradients.py`, `parallel/fsdp/hybrid/parameters.py`,
+`parallel/fsdp/hybrid/ticket.py` and `parallel/fsdp/hybrid/view.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The `param_groups` at `step()` are applied, and an optimizer begins and ends as torch's, which is the oracle."""
+"""The `param_groups` at `step()` are applied, and an optimizer begins and ends as torch's, which is the oracle.
+
+Tests of `parallel/optim.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Changes by a program to parameters and gradients of a wrapped model: as in torch, or refused by name."""
+"""Changes by a program to parameters and gradients of a wrapped model: as in torch, or refused by name.
+
+Tests of `parallel/fsdp/tensors/sharded_parameter.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A pipeline's optimizer through torch.distributed.checkpoint, in one process: what is loaded, and what is refused."""
+"""A pipeline's optimizer through torch.distributed.checkpoint, in one process: what is loaded, and what is refused.
+
+Tests of `parallel/pipeline/dcp.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`Pipeline` on ranks that are threads, and in one process, computes what the sequential model computes."""
+"""`Pipeline` on ranks that are threads, and in one process, computes what the sequential model computes.
+
+Tests of `parallel/pipeline/pipeline.py`.
+"""
 
 from __future__ import annotations
 

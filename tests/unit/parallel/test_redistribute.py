@@ -1,4 +1,7 @@
-"""`Mesh.redistribute` moves data: every rank ends with the shard that slicing the full tensor would give it."""
+"""`Mesh.redistribute` moves data: every rank ends with the shard that slicing the full tensor would give it.
+
+Tests of `parallel/redistribute.py`.
+"""
 
 from __future__ import annotations
 

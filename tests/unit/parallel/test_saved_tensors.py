@@ -1,4 +1,7 @@
-"""Backward by every way: what autograd saved of a unit's parameters is gathered when it is read."""
+"""Backward by every way: what autograd saved of a unit's parameters is gathered when it is read.
+
+Tests of `parallel/fsdp/tensors/saved_tensors.py`.
+"""
 
 from __future__ import annotations
 

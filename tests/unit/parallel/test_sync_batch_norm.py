@@ -1,4 +1,7 @@
-"""`SyncBatchNorm` on ranks that are threads gives what torch's BatchNorm gives for all their batches in one process."""
+"""`SyncBatchNorm` on ranks that are threads gives what torch's BatchNorm gives for all their batches in one process.
+
+Tests of `parallel/ddp/sync_batch_norm.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`TensorParallelAttention` against `nn.MultiheadAttention` and `scaled_dot_product_attention`."""
+"""`TensorParallelAttention` against `nn.MultiheadAttention` and `scaled_dot_product_attention`.
+
+Tests of `parallel/tensor/attention.py`.
+"""
 
 from __future__ import annotations
 

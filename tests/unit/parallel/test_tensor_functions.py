@@ -1,4 +1,7 @@
-"""The conjugate pairs: each does in forward and in backward what its line in the table says."""
+"""The conjugate pairs: each does in forward and in backward what its line in the table says.
+
+Tests of `parallel/tensor/functions.py`.
+"""
 
 from __future__ import annotations
 

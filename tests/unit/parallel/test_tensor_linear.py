@@ -1,4 +1,9 @@
-"""Tensor-parallel linear layers against `nn.Linear`: values, gradients, first values, conversion, errors."""
+"""Tensor-parallel linear layers against `nn.Linear`: values, gradients, first values, conversion, errors.
+
+Tests of `parallel/tensor/linear.py`, `parallel/tensor/projection.py`, `parallel/tensor/module.py`,
+`parallel/tensor/state.py`, `parallel/tensor/optimizer_state.py`, `parallel/tensor/clip.py` and
+`parallel/by_reference.py`.
+"""
 
 from __future__ import annotations
 

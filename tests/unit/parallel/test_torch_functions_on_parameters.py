@@ -1,4 +1,7 @@
-"""What torch's functions do to sharded parameters and their gradients is right, or an error that says what to call."""
+"""What torch's functions do to sharded parameters and their gradients is right, or an error that says what to call.
+
+Tests of `parallel/fsdp/tensors/torch_functions.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A version in PyTorch: tensors of their own, a module that equals the job's, and an engine's workers."""
+"""A version in PyTorch: tensors of their own, a module that equals the job's, and an engine's workers.
+
+Tests of `parallel/weights.py`.
+"""
 
 from __future__ import annotations
 

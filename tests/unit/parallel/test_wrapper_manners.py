@@ -1,4 +1,7 @@
-"""A wrapped model as a module: docs/wrapped_model.md's table, row by row. The oracle is torch's own FSDP2."""
+"""A wrapped model as a module: docs/wrapped_model.md's table, row by row. The oracle is torch's own FSDP2.
+
+Tests of `parallel/wrapper.py`.
+"""
 
 from __future__ import annotations
 
