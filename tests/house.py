@@ -56,6 +56,7 @@ DEBTS = {
     "names": 9,
     "docstrings": 0,
     "phrases": 0,
+    "unnamed": 105,
 }
 """Places that each debt has; see Note: [Debts]."""
 
@@ -311,7 +312,21 @@ def vague_phrases(all_modules: Mapping[str, Module]) -> list[str]:
     return [f"{where} {phrase}" for where, text in texts(all_modules) for phrase in PHRASES.findall(text)]
 
 
-def debts(all_modules: Mapping[str, Module]) -> dict[str, list[str]]:
+def unnamed_modules(all_modules: Mapping[str, Module], root: Path = ROOT) -> list[str]:
+    """Modules of the product that no file in a folder of tests names: `room/module.py`, or `axon_ps.room.module`."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((root / "tests").glob("*/**/*.py")))
+    named = set(re.findall(r"[\w/]+\.py\b|\baxon_ps[\w.]+", text))
+    for package, names in re.findall(r"from (axon_ps[\w.]*) import (\([^)]*|.*)", text):
+        named.update(f"{package}.{name}" for name in re.findall(r"\w+", names))
+    return [
+        name
+        for name, module in all_modules.items()
+        if name.startswith(f"{PRODUCT}.") and not module.path.endswith(("/__init__.py", f"{PRODUCT}/version.py"))
+        if name not in named and module.path.removeprefix(f"{PRODUCT}/") not in named
+    ]
+
+
+def debts(all_modules: Mapping[str, Module], root: Path = ROOT) -> dict[str, list[str]]:
     """The places of each debt."""
     return {
         "circles": [" <-> ".join(circle) for circle in circles(imports(all_modules))],
@@ -320,6 +335,7 @@ def debts(all_modules: Mapping[str, Module]) -> dict[str, list[str]]:
         "names": double_classes(all_modules),
         "docstrings": vague_docstrings(all_modules),
         "phrases": vague_phrases(all_modules),
+        "unnamed": unnamed_modules(all_modules, root),
     }
 
 

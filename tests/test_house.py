@@ -44,6 +44,7 @@ def test_a_debt_is_what_it_was_or_less(debt: str, debts: Mapping[str, list[str]]
         ("docstrings", "b", 'def f():\n    """Whose file it is."""'),
         ("docstrings", "b", '"""`Who` is asked."""'),
         ("phrases", "b", "# nobody reads it\nx = 1"),
+        ("unnamed", "c", ""),
     ],
 )
 def test_a_planted_fault_is_found(debt: str, room: str, text: str, tmp_path: Path) -> None:
@@ -57,7 +58,12 @@ def test_a_planted_fault_is_found(debt: str, room: str, text: str, tmp_path: Pat
     }.items():
         (tmp_path / "axon_ps" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "axon_ps" / path).write_text(content)
-    assert {name: len(places) for name, places in house.debts(house.modules(tmp_path)).items() if places} == {debt: 1}
+    (tmp_path / "tests" / "unit").mkdir(parents=True)
+    (tmp_path / "tests" / "unit" / "test_a.py").write_text(
+        '"""`a/one.py`, `b/three.py`."""\nfrom axon_ps.a.core import two\n'
+    )
+    found = house.debts(house.modules(tmp_path), tmp_path)
+    assert {name: len(places) for name, places in found.items() if places} == {debt: 1}
 
 
 def test_a_long_subject_is_found_until_it_is_on_main(tmp_path: Path) -> None:

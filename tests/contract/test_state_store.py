@@ -1,4 +1,8 @@
-"""What every state store does, and what sqlite and etcd do besides."""
+"""What every state store does, and what sqlite and etcd do besides.
+
+Tests of `storage/state_store/base.py`, `storage/state_store/memory.py`, `storage/state_store/sqlite.py` and
+`storage/state_store/etcd_leadership.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`axon-ps auth` as a user meets it: files that nobody else can read, and credentials that a job accepts."""
+"""`axon-ps auth` as a user meets it: files that nobody else can read, and credentials that a job accepts.
+
+Tests of `cli/auth.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`axon-ps checkpoint` on a job that trained, and `axon-ps run --resume`: saved, listed, checked, exported, loaded."""
+"""`axon-ps checkpoint` on a job that trained, and `axon-ps run --resume`: saved, listed, checked, exported, loaded.
+
+Tests of `cli/checkpoint.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`axon-ps logs` of a job, and `axon-ps drain`, as a user has them."""
+"""`axon-ps logs` of a job, and `axon-ps drain`, as a user has them. Tests of `cli/operate.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`axon-ps run --max-restarts --standby`: a worker that fails is replaced in its place, and nobody else is."""
+"""`axon-ps run --max-restarts --standby`: a worker that fails is replaced in its place, and nobody else is.
+
+Tests of `cli/launch/standby.py` and `cli/launch/workers.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`axon-ps top` in a terminal, as a user has it."""
+"""`axon-ps top` in a terminal, as a user has it. Tests of `cli/terminal/live.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hosts whose members reach the coordinator through a proxy: a job trains as without, and outlives the proxy."""
+"""Hosts whose members reach the coordinator through a proxy: a job trains as without, and outlives the proxy.
+
+Tests of `coordinator/proxy/server.py` and `coordinator/proxy/upstream.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The coordinator over real gRPC on loopback: sessions, pushes, leases, barriers, keys, registration, checkpoints."""
+"""The coordinator over real gRPC on loopback: sessions, pushes, leases, barriers, keys, registration, checkpoints.
+
+Tests of `coordinator/client/operator.py` and `coordinator/server/registering.py`.
+"""
 
 from __future__ import annotations
 

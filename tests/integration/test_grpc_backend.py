@@ -1,4 +1,7 @@
-"""The gRPC backend over real shard servers: every collective at several sizes, failures, and what is left behind."""
+"""The gRPC backend over real shard servers: every collective at several sizes, failures, and what is left behind.
+
+Tests of `aggregation/server/servicer.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""testing.LocalCluster: real processes that start, work, fail visibly and leave nothing behind."""
+"""testing.LocalCluster: real processes that start, work, fail visibly and leave nothing behind.
+
+Tests of `testing/cluster.py` and `testing/worker_main.py`.
+"""
 
 from __future__ import annotations
 

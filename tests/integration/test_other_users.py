@@ -1,6 +1,8 @@
 """What another user of the machine gets of a job: nothing, and it goes on.
 
 Two real users, by processes that give up root; so these tests run as root only, as in containers and in CI.
+
+Tests of `host/private_memory.py`.
 """
 
 from __future__ import annotations

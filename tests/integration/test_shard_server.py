@@ -1,4 +1,7 @@
-"""Shard servers with a real coordinator: joining, steps by votes, checkpoints, draining, and what ends them."""
+"""Shard servers with a real coordinator: joining, steps by votes, checkpoints, draining, and what ends them.
+
+Tests of `shard/server/server.py`.
+"""
 
 from __future__ import annotations
 

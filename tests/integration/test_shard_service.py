@@ -1,4 +1,7 @@
-"""The shard service over real gRPC: gather, reduce, upload, fencing, resuming, and what is refused."""
+"""The shard service over real gRPC: gather, reduce, upload, fencing, resuming, and what is refused.
+
+Tests of `shard/client/client.py` and `shard/server/servicer.py`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Their store is a stand-in for etcd, in this process, so that who leads is the test's to say. The same with etcd and with
 real processes is in tests/faults/test_coordinator_failover.py.
+
+Tests of `coordinator/client/addresses.py` and `coordinator/client/succession.py`.
 """
 
 from __future__ import annotations

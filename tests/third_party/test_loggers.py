@@ -1,4 +1,7 @@
-"""What our loggers write, read back by the libraries' own readers; and that a curve goes on without doubles."""
+"""What our loggers write, read back by the libraries' own readers; and that a curve goes on without doubles.
+
+Tests of `observe/loggers/mlflow.py`, `observe/loggers/tensorboard.py` and `observe/loggers/wandb.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Traces of real jobs, at a receiver of OTLP: one a step, of all processes, with the numbers of `.statistics()`."""
+"""Traces of real jobs, at a receiver of OTLP: one a step, of all processes, with the numbers of `.statistics()`.
+
+Tests of `observe/tracing/otlp.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""cli.main: exit codes, one red line for an error, and mistakes that are found before anything is started."""
+"""cli.main: exit codes, one red line for an error, and mistakes that are found before anything is started.
+
+Tests of `cli/checkpoint.py`, `cli/doctor.py` and `cli/options.py`.
+"""
 
 from __future__ import annotations
 

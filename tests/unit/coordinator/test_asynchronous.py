@@ -1,4 +1,7 @@
-"""Asynchronous steps: which is decided when, how far a clock may be ahead, and the state after a restart."""
+"""Asynchronous steps: which is decided when, how far a clock may be ahead, and the state after a restart.
+
+Tests of `coordinator/core/steps/attempts.py`.
+"""
 
 from __future__ import annotations
 

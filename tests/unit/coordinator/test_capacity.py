@@ -1,4 +1,7 @@
-"""Nothing is registered, restored or copied that the shard servers have no memory for; see `core.placement.room`."""
+"""Nothing is registered, restored or copied that the shard servers have no memory for.
+
+Tests of `coordinator/core/placement/capacity.py`.
+"""
 
 from __future__ import annotations
 

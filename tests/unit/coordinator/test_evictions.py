@@ -1,4 +1,7 @@
-"""Members are evicted: silent, not replaced, cut off from each other, or late in a step. Each has a reason."""
+"""Members are evicted: silent, not replaced, cut off from each other, or late in a step. Each has a reason.
+
+Tests of `coordinator/core/evictions.py`.
+"""
 
 from __future__ import annotations
 

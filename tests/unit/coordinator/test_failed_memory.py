@@ -1,4 +1,7 @@
-"""Memory of shard servers that failed, as they report it or as copies differ: other copies go on with the slices."""
+"""Memory of shard servers that failed, as they report it or as copies differ: other copies go on with the slices.
+
+Tests of `coordinator/core/placement/failed_memory.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A worker that finishes is not one that died: nobody waits for it, or for another in its place."""
+"""A worker that finishes is not one that died: nobody waits for it, or for another in its place.
+
+Tests of `coordinator/core/members.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Layout and first values are those of the worker of lowest rank, whichever comes first, and of exactly one worker."""
+"""Layout and first values are those of the worker of lowest rank, whichever comes first, and of exactly one worker.
+
+Tests of `coordinator/core/registrations.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""When all members are gone at once it is the leader that seems to be cut off."""
+"""When all members are gone at once it is the leader that seems to be cut off.
+
+Tests of `coordinator/core/evictions.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ranks, generations, leases, restarts: who is a member, as the pure state machine sees it."""
+"""Ranks, generations, leases, restarts: who is a member, as the pure state machine sees it.
+
+Tests of `coordinator/core/members.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import pytest
 
 from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.coordinator.core.handover import LEAST_PATIENCE_S
 from axon_ps.errors import (
     Broken,
     Busy,
@@ -20,7 +24,7 @@ from axon_ps.types import Decision, Membership, Outcome, Role
 from axon_ps.wire import build
 from axon_ps.wire.build import Build
 from axon_ps.wire.events import JobState, JoinRequest, Welcome
-from coordinator_driver import SPEC, Driver
+from coordinator_driver import SPEC, Driver, Peer
 
 
 def test_a_joiner_gets_the_welcome_then_the_job_then_the_members() -> None:
@@ -374,6 +378,39 @@ def test_two_shard_servers_cannot_have_one_address() -> None:
     assert shard.open
     shard.lose()
     assert other.join().membership.shards[0].incarnation == other.incarnation
+
+
+def step(workers: list[Peer], server: Peer) -> None:
+    server.ready()
+    for worker in workers:
+        worker.vote()
+
+
+def test_of_two_servers_that_wait_for_one_rank_the_second_is_refused() -> None:
+    d = Driver()
+    workers, (server,) = d.assembled()
+    step(workers, server)
+    first, second = d.shard(rank=1), d.shard(rank=1)
+    assert (first.open, second.open, len(workers[0].membership.shards)) == (True, True, 1)
+    step(workers, server)
+    assert [m.incarnation for m in workers[0].membership.shards] == [server.incarnation, first.incarnation]
+    assert isinstance(second.error, Busy)
+    assert "rank 1 is held by shard server 1" in str(second.error)
+    decided = next(e for e in workers[0].received(Decision) if e.version == 2)
+    assert decided.next_generation == workers[0].membership.generation
+
+
+def test_a_server_does_not_wait_for_ever_for_the_end_of_a_step() -> None:
+    d = Driver()
+    workers, (server,) = d.assembled()
+    step(workers, server)
+    d.shard()
+    workers[0].vote()
+    d.advance(LEAST_PATIENCE_S - 1.0, beat=True)
+    assert len(workers[0].membership.shards) == 1
+    d.advance(1.0, beat=True)
+    assert len(workers[0].membership.shards) == 2
+    assert workers[0].last(Decision).outcome is Outcome.ABORT
 
 
 def test_a_config_that_cannot_work_is_refused() -> None:

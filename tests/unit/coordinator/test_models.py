@@ -1,4 +1,7 @@
-"""Several models in one job: each has its layout, optimizer, version and steps; the members are the same."""
+"""Several models in one job: each has its layout, optimizer, version and steps; the members are the same.
+
+Tests of `coordinator/core/steps/stepping.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A coordinator comes back with a state from before: its members know more, and it learns that from shard servers."""
+"""A coordinator comes back with a state from before: its members know more, and it learns that from shard servers.
+
+Tests of `coordinator/core/restart/comeback.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Registration, first values, checkpoints: what the job is made of, as the pure state machine sees it."""
+"""Registration, first values, checkpoints: what the job is made of, as the pure state machine sees it.
+
+Tests of `coordinator/core/registrations.py`.
+"""
 
 from __future__ import annotations
 

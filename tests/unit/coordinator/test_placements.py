@@ -1,4 +1,7 @@
-"""Where slices are while shard servers die, come and go: the coordinator's part of "nothing is lost"."""
+"""Where slices are while shard servers die, come and go: the coordinator's part of "nothing is lost".
+
+Tests of `coordinator/core/members.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Members that reach the coordinator and not each other: who of them goes, who stays, and what is said of it."""
+"""Members that reach the coordinator and not each other: who of them goes, who stays, and what is said of it.
+
+Tests of `coordinator/core/reachability.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is revoked: durable, told to every member, and the end of those that had it."""
+"""What is revoked: durable, told to every member, and the end of those that had it.
+
+Tests of `coordinator/core/access/revocations.py`.
+"""
 
 from __future__ import annotations
 

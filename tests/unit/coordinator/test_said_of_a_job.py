@@ -1,4 +1,7 @@
-"""`status`, `top`, the page and the metrics say of a job what its workers have counted; in virtual time."""
+"""`status`, `top`, the page and the metrics say of a job what its workers have counted; in virtual time.
+
+Tests of `coordinator/core/history/status.py`.
+"""
 
 from __future__ import annotations
 

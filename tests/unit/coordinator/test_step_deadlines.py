@@ -1,4 +1,7 @@
-"""With a quorum of local steps the workers that the others wait for are asked to come with what they have."""
+"""With a quorum of local steps the workers that the others wait for are asked to come with what they have.
+
+Tests of `coordinator/core/steps/stragglers.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Votes and sums in, one decision out."""
+"""Votes and sums in, one decision out. Tests of `coordinator/core/steps/stepping.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A worker that lives and takes no part: it is named, and after the time that the user set the others go on."""
+"""A worker that lives and takes no part: it is named, and after the time that the user set the others go on.
+
+Tests of `coordinator/core/steps/stragglers.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bulk calls are as gRPC's: the same tests, and what is their own."""
+"""Bulk calls are as gRPC's: the same tests, and what is their own. Tests of `rpc/auth/tls_contexts.py`."""
 
 from __future__ import annotations
 

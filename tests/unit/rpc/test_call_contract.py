@@ -1,6 +1,8 @@
 """The promises of a call, over every carrier: see `axon_ps.rpc.calls`.
 
 A carrier is tested at the seam: a `ClientCall` at one end, a servicer with its `ServerCall` at the other.
+
+Tests of `rpc/carriers/grpc.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server: where it may listen, what it answers beside its services, how it stops."""
+"""A server: where it may listen, what it answers beside its services, how it stops. Tests of `rpc/health.py`."""
 
 from __future__ import annotations
 

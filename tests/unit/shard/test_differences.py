@@ -1,4 +1,7 @@
-"""Parameters that travel as differences: what servers send, against numpy, through everything that can happen."""
+"""Parameters that travel as differences: what servers send, against numpy, through everything that can happen.
+
+Tests of `shard/core/differences.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers expect one step, all of them the same, until it is decided."""
+"""Workers expect one step, all of them the same, until it is decided. Tests of `shard/core/expected_step.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Values that a worker uploads in the place of others: taken at any version, served when all are there."""
+"""Values that a worker uploads in the place of others: taken at any version, served when all are there.
+
+Tests of `shard/core/parameters.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Speculative updates: frames of an undecided step equal those it commits, and are discarded if it ends otherwise."""
+"""Speculative updates: frames of an undecided step equal those it commits, and are discarded if it ends otherwise.
+
+Tests of `shard/core/speculative.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run_threads`: who is a member, and until when."""
+"""`run_threads`: who is a member, and until when. Tests of `testing/threads.py`."""
 
 from __future__ import annotations
 

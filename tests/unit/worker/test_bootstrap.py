@@ -1,4 +1,7 @@
-"""Workers that only a launcher has started: where they meet, who starts what, what is refused, what they say."""
+"""Workers that only a launcher has started: where they meet, who starts what, what is refused, what they say.
+
+Tests of `worker/bootstrap/private.py`.
+"""
 
 from __future__ import annotations
 
