@@ -63,10 +63,10 @@ class Registry(Generic[_T]):
         """Return the names registered so far."""
         return tuple(self._classes)
 
-    def choices(self) -> tuple[str, ...]:
-        """Return the choices that a message lists: the names registered so far, and the way to add another one."""
+    def choices(self, suits: Callable[[type[_T]], object] = bool) -> tuple[str, ...]:
+        """Return the choices that a message lists: the names of classes that suit, and the way to add another one."""
         return (
-            *self._classes,
+            *(name for name, known in self._classes.items() if suits(known)),
             "or load the module that registers it in every process of the job: coordinator and shard servers with "
             "--plugins MODULE (or AXON_PS_PLUGINS), workers by importing it",
         )

@@ -43,8 +43,8 @@ class WirePrecision:
             names: the names of these two arguments, for messages.
             among: the dtypes that are accepted for parameters.
         """
-        dtype, packed = form = _form(param, names[0], among)
-        grad_dtype, grad_packed = _form(grad, names[1], WIRE_DTYPES) if grad else form
+        dtype, packed = form = _form(param, names[0], among, choices(lambda known: not known.gradients_only))
+        grad_dtype, grad_packed = _form(grad, names[1], WIRE_DTYPES, choices()) if grad else form
         return cls(param=dtype, grad=grad_dtype, param_compression=packed, grad_compression=grad_packed)
 
     @property
@@ -64,11 +64,11 @@ class WirePrecision:
             raise InvalidRequest(f"parameters cannot travel as {how}, which {how.gradients_only}; use int8 or a dtype")
 
 
-def _form(given: object, what: str, among: Sequence[DType]) -> tuple[DType, Compressor | None]:
+def _form(given: object, what: str, among: Sequence[DType], also: Sequence[str]) -> tuple[DType, Compressor | None]:
     """Return the dtype of what is sent, and its compressor, if that was given."""
     for name in (given, given.lower()) if isinstance(given, str) else ():
         if is_known(name):
             return DType.F32, compressor(name)
     if isinstance(given, Compressor):
         return DType.F32, given
-    return parse_dtype(given, what, among, choices()), None
+    return parse_dtype(given, what, among, also), None

@@ -29,6 +29,7 @@ from test_diloco_steps import made
 from test_snapshot import save
 
 F32, BF16, F16 = WIRE_DTYPES
+PARAMETERS, GRADIENTS = ", bf16, fp16, int4, int8", ", block_top_k, bf16, fp16, int4, int8, top_k"
 SPELLINGS: dict[Any, DType] = {
     **dict.fromkeys(("f32", "fp32", "float32", "torch.float32", "F32", F32, torch.float32), F32),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16", "BFloat16", BF16, torch.bfloat16), BF16),
@@ -111,13 +112,13 @@ class Argument:
         what: its name in messages.
         taken: gives the dtype as which a value is taken.
         among: the dtypes that it may be.
-        also: whether compressors may be given, too.
+        also: the compressors that may be given, too.
     """
 
     what: str
     taken: Callable[[Any, Path], DType]
     among: tuple[DType, ...] = WIRE_DTYPES
-    also: bool = False
+    also: str = ""
 
 
 ARGUMENTS = {
@@ -125,16 +126,23 @@ ARGUMENTS = {
     "MixedPrecision.output_dtype": Argument("output_dtype", mixed("output_dtype"), FLOATS),
     "MixedPrecision.buffer_dtype": Argument("buffer_dtype", mixed("buffer_dtype"), FLOATS),
     "MixedPrecision.wire_dtype": Argument(
-        "wire_dtype", lambda given, _: sent(MixedPrecision(wire_dtype=given).wire(torch.float32), "param"), also=True
+        "wire_dtype",
+        lambda given, _: sent(MixedPrecision(wire_dtype=given).wire(torch.float32), "param"),
+        also=PARAMETERS,
     ),
     "MixedPrecision.reduce_dtype": Argument(
-        "reduce_dtype", lambda given, _: sent(MixedPrecision(reduce_dtype=given).wire(torch.float32), "grad"), also=True
+        "reduce_dtype",
+        lambda given, _: sent(MixedPrecision(reduce_dtype=given).wire(torch.float32), "grad"),
+        also=GRADIENTS,
     ),
     "DiLoCo.wire_dtype": Argument(
-        "wire_dtype", lambda given, _: sent(made(wire_dtype=given)[2].spec.precision, "grad"), also=True
+        "wire_dtype", lambda given, _: sent(made(wire_dtype=given)[2].spec.precision, "grad"), also=GRADIENTS
     ),
     "DiLoCo.param_wire_dtype": Argument(
-        "param_wire_dtype", lambda given, _: sent(made(param_wire_dtype=given)[2].spec.precision, "param"), (F32,), True
+        "param_wire_dtype",
+        lambda given, _: sent(made(param_wire_dtype=given)[2].spec.precision, "param"),
+        (F32,),
+        PARAMETERS,
     ),
     "CastHook.dtype": Argument("dtype", lambda given, _: ours(CastHook(given).dtype), (BF16, F16)),
     "subscribe": Argument("dtype", subscribed),
@@ -152,7 +160,7 @@ def test_it_is_taken_in_every_spelling(argument: Argument, checkpoint: Path) -> 
 
 @pytest.mark.parametrize("argument", ARGUMENTS.values(), ids=ARGUMENTS)
 def test_a_wrong_one_is_refused_in_the_same_words(argument: Argument, checkpoint: Path) -> None:
-    choices = ", ".join(dtype.torch_name for dtype in argument.among) + ", block_top_k, bf16" * argument.also
+    choices = ", ".join(dtype.torch_name for dtype in argument.among) + argument.also
     with pytest.raises(InvalidRequest) as caught:
         argument.taken("bfloat61", checkpoint)
     assert str(caught.value).startswith(f"{argument.what} is 'bfloat61'; use one of {choices}")

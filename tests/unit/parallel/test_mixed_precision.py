@@ -49,7 +49,7 @@ def test_what_travels(given: dict[str, Any], expected: WirePrecision) -> None:
     ("given", "match"),
     [
         ({"wire_dtype": "top_k"}, "parameters cannot travel as a top-k"),
-        ({"wire_dtype": "topk"}, "wire_dtype is 'topk'; .*, int8, top_k, .* --plugins MODULE .*; is 'top_k' meant"),
+        ({"reduce_dtype": "topk"}, "reduce_dtype is 'topk'; .*, int8, top_k, .* --plugins MODULE .*; is 'top_k' meant"),
         ({"reduce_dtype": torch.int8}, "reduce_dtype is torch.int8; use one of float32"),
         ({"wire_dtype": torch.float64}, "wire_dtype is torch.float64; use one of .* by importing it$"),
     ],
