@@ -41,7 +41,6 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "i64": ("int64",),
     "i32": ("int32",),
     "u8": ("uint8",),
-    "bool": ("bool",),
 }
 """Other names of the dtypes of numbers, torch's first."""
 
@@ -104,15 +103,15 @@ def parse_dtype(
     Raises:
         InvalidRequest: it is not one of these dtypes.
     """
-    shown = given.value if isinstance(given, DType) else given
-    name = str(shown).lower().removeprefix("torch.")
+    value = given.value if isinstance(given, DType) else given
+    name = str(value).lower().removeprefix("torch.")
     found = _BY_SPELLING.get(name)
     if found is not None and found in among:
         return found
     accepted = ", ".join([*(dtype.torch_name for dtype in among), *also])
     known = [*(spelling for dtype in among for spelling in dtype.spellings), *also]
     meant = "" if found else suggestion(name, known, min_similarity=0.7)  # a known name is not misspelt
-    raise InvalidRequest(f"{what} is {shown!r}; use one of {accepted}{meant}")
+    raise InvalidRequest(f"{what} is {value!r}; use one of {accepted}{meant}")
 
 
 BUFFERS: Final = "buffers/"
