@@ -63,21 +63,33 @@ class Registry(Generic[_T]):
         """Return the names registered so far."""
         return tuple(self._classes)
 
+    def choices(self, suits: Callable[[type[_T]], object] = bool) -> tuple[str, ...]:
+        """Return the choices that a message lists: the names of classes that suit, and the way to add another one."""
+        return (
+            *(name for name, known in self._classes.items() if suits(known)),
+            "or load the module that registers it in every process of the job: coordinator and shard servers with "
+            "--plugins MODULE (or AXON_PS_PLUGINS), workers by importing it",
+        )
+
+    def is_known(self, name: str) -> bool:
+        """Return True if a class has that name; installed plugins are loaded before a name counts as unknown.
+
+        Raises:
+            ConfigurationError: an installed plugin cannot be loaded.
+        """
+        if name not in self._classes:
+            load_installed()
+        return name in self._classes
+
     def find(self, name: str) -> type[_T]:
-        """Return the class of a name; installed plugins are loaded before a name counts as unknown.
+        """Return the class of a name.
 
         Raises:
             InvalidRequest: there is none.
             ConfigurationError: an installed plugin cannot be loaded.
         """
-        if name not in self._classes:
-            load_installed()
-        if name not in self._classes:
-            raise InvalidRequest(
-                f"{self._kind} {name!r} is unknown; use one of {', '.join(self._classes)}, or load the module that "
-                "registers it in every process of the job: coordinator and shard servers with --plugins MODULE (or "
-                "AXON_PS_PLUGINS), workers by importing it"
-            )
+        if not self.is_known(name):
+            raise InvalidRequest(f"{self._kind} {name!r} is unknown; use one of {', '.join(self.choices())}")
         return self._classes[name]
 
 

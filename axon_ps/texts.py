@@ -1,14 +1,16 @@
 """Texts of other programs: made printable before they are logged, shown or raised, and read as JSON in bounds.
 
 Names are refused where they are not printable (`wire.codec.name_from_proto`). This is for other texts: the reason of a
-member that leaves, the message of a peer's error, a value of the key-value store.
+member that leaves, the message of a peer's error, a value of the key-value store. `suggestion` is for misspelt names.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Final
 
 from axon_ps.errors import InvalidRequest
@@ -39,6 +41,20 @@ def printable(text: str, max_chars: int | None = None, *, lines: bool = False) -
         return text
     allowed = "\n\t" if lines else ""
     return "".join(c if c.isprintable() or c in allowed else repr(c)[1:-1] for c in text)
+
+
+def suggestion(name: str, known: Iterable[str], *, prefix: str = "", min_similarity: float = 0.6) -> str:
+    """Return the end of a message about an unknown name: "; is X meant?" with the nearest known name, or nothing.
+
+    Args:
+        name: the unknown name.
+        known: the known names.
+        prefix: the beginning that all of them have; it is not compared.
+        min_similarity: from 0 to 1; below it a known name is not near.
+    """
+    endings = [one.removeprefix(prefix) for one in known]
+    near = difflib.get_close_matches(name.removeprefix(prefix), endings, 1, min_similarity)
+    return f"; is {prefix + near[0]!r} meant?" if near else ""
 
 
 def value_of_json(text: str | bytes, what: str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:

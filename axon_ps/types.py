@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.texts import suggestion
 
 Array = NDArray[Any]
 Hyper = Mapping[str, float]
@@ -32,6 +33,17 @@ _STORAGE: dict[str, np.dtype[Any]] = {
     "int8_block": np.dtype([("scale", "<f4"), ("quants", "i1", (INT8_BLOCK_NUMEL,))]),
 }
 
+_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "f32": ("float32", "fp32"),
+    "bf16": ("bfloat16",),
+    "f16": ("float16", "fp16", "half"),
+    "f64": ("float64", "fp64", "double"),
+    "i64": ("int64",),
+    "i32": ("int32",),
+    "u8": ("uint8",),
+}
+"""Other names of the dtypes of numbers, torch's first."""
+
 
 class DType(enum.Enum):
     """An element type on the wire. `.numpy` is its storage in numpy: bf16 has no numpy type and is held as uint16.
@@ -43,6 +55,8 @@ class DType(enum.Enum):
         numpy: the numpy dtype that stores one element (uint16 for BF16, fields "scale" and "quants" for INT8_BLOCK).
         itemsize: bytes of one element.
         is_float: whether it is a floating-point number.
+        spellings: the names by which users may give it.
+        torch_name: the first of them, which is that of torch and numpy.
     """
 
     F32 = "f32"
@@ -59,22 +73,45 @@ class DType(enum.Enum):
         self.numpy = _STORAGE[name]
         self.itemsize: int = self.numpy.itemsize
         self.is_float = name in ("f32", "bf16", "f16", "f64")
-
-    @classmethod
-    def parse(cls, name: str) -> DType:
-        """Return the dtype of numbers called `name` ("f32", "bf16", ...).
-
-        Raises:
-            InvalidRequest: no dtype of numbers has that name.
-        """
-        found = next((dtype for dtype in NUMBERS if dtype.value == name.lower()), None)
-        if found is None:
-            raise InvalidRequest(f"dtype {name!r} is unknown; use one of {', '.join(d.value for d in NUMBERS)}")
-        return found
+        self.spellings = (*_SPELLINGS.get(name, ()), name)
+        self.torch_name = self.spellings[0]
 
 
 NUMBERS = tuple(dtype for dtype in DType if dtype is not DType.INT8_BLOCK)
 """The dtypes that tensors can have."""
+
+FLOATS = tuple(dtype for dtype in NUMBERS if dtype.is_float)
+"""The dtypes in which models can compute."""
+
+WIRE_DTYPES = (DType.F32, DType.BF16, DType.F16)
+"""The dtypes in which parameters and gradients travel, and in which models are exported."""
+
+_BY_SPELLING = {spelling: dtype for dtype in NUMBERS for spelling in dtype.spellings}
+
+
+def parse_dtype(
+    given: object, what: str = "dtype", among: Sequence[DType] = WIRE_DTYPES, also: Sequence[str] = ()
+) -> DType:
+    """Return the dtype that was given.
+
+    Args:
+        given: a dtype of ours, torch's or numpy's, or one of `DType.spellings` in any case, also with "torch." before.
+        what: the name of the argument or value, for the message.
+        among: the dtypes that are accepted.
+        also: the other values that the caller accepts, for the message.
+
+    Raises:
+        InvalidRequest: it is not one of these dtypes.
+    """
+    value = given.value if isinstance(given, DType) else given
+    name = str(value).lower().removeprefix("torch.")
+    found = _BY_SPELLING.get(name)
+    if found is not None and found in among:
+        return found
+    accepted = ", ".join([*(dtype.torch_name for dtype in among), *also])
+    known = [*(spelling for dtype in among for spelling in dtype.spellings), *also]
+    meant = "" if found else suggestion(name, known, min_similarity=0.7)  # a known name is not misspelt
+    raise InvalidRequest(f"{what} is {value!r}; use one of {accepted}{meant}")
 
 
 BUFFERS: Final = "buffers/"
@@ -112,25 +149,6 @@ class ReduceOp(enum.Enum):
     BAND = "band"  # bitwise: integers and bool only
     BOR = "bor"
     BXOR = "bxor"
-
-
-WIRE_DTYPES = (DType.F32, DType.BF16, DType.F16)
-"""The dtypes in which parameters and gradients travel."""
-
-
-def check_wire_dtype(dtype: DType, what: str) -> None:
-    """Check that arrays can travel in a dtype.
-
-    Args:
-        dtype: the dtype.
-        what: the name of the arrays in the error, a plural.
-
-    Raises:
-        InvalidRequest: they cannot.
-    """
-    if dtype not in WIRE_DTYPES:
-        possible = ", ".join(known.value for known in WIRE_DTYPES)
-        raise InvalidRequest(f"{what} cannot travel as {dtype.value}; use one of {possible}")
 
 
 class Role(enum.Enum):

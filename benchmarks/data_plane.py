@@ -39,7 +39,7 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL, PlanOptions
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.testing.cluster import LocalCluster
-from axon_ps.types import DType, OptimizerSpec
+from axon_ps.types import DType, OptimizerSpec, parse_dtype
 from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
 from axon_ps_lab import report
@@ -241,12 +241,12 @@ def main() -> None:
     parser.add_argument("--one-start", action="store_true", help="only print the times of one start, as JSON")
     options = parser.parse_args()
     if options.one_start:
-        dtype = DType.parse(options.dtypes[0])
+        dtype = parse_dtype(options.dtypes[0])
         print(json.dumps(one_start(options.mib * MIB, dtype, options.rounds, options.chunk_numel)))
         return
     if options.quick:
         options.mib, options.starts, options.dtypes = 64, 1, ["f32"]
-    rows = [row for name in options.dtypes for row in measure(DType.parse(name), options)]
+    rows = [row for name in options.dtypes for row in measure(parse_dtype(name), options)]
     wire = iperf3_gbs()
     if wire is not None:
         rows.append({"what": "iperf3, one stream", "gb_per_s": round(wire, 3)})

@@ -45,7 +45,7 @@ from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.testing import LocalCluster
-from axon_ps.types import DType, Role
+from axon_ps.types import Role, parse_dtype
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 from axon_ps_lab import report
 
@@ -137,7 +137,7 @@ def is_torn(version: int, parameters: Any, dtype: str) -> bool:
     """Return True if an element does not have the value of the version."""
     for name, values in parameters.items():
         wanted = np.array([FROZEN if name.startswith(f"units.{UNITS}") else version], np.float32)
-        if not (values == cast.encoded(wanted, DType.parse(dtype))[0]).all():
+        if not (values == cast.encoded(wanted, parse_dtype(dtype))[0]).all():
             return True
     return False
 

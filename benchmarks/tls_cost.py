@@ -37,7 +37,7 @@ from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL
 from axon_ps.testing.cluster import LocalCluster
-from axon_ps.types import DType, Role
+from axon_ps.types import DType, Role, parse_dtype
 from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
 from axon_ps_lab import report
@@ -118,7 +118,7 @@ def work(options: argparse.Namespace) -> None:
     """Run the worker: a round for every line of standard input."""
     env = {**os.environ, "AXON_PS_COORDINATOR": options.worker, "RANK": "0", "WORLD_SIZE": "1"}
     with World.init(replace(worker_config(env), direct_memory=False)) as world:
-        used = Used(Ours(world, options.numel, DType.parse(options.dtype)), options.server_pid)
+        used = Used(Ours(world, options.numel, parse_dtype(options.dtype)), options.server_pid)
         for _ in sys.stdin:
             print(json.dumps(used.round()), flush=True)
 
@@ -190,7 +190,7 @@ def rounds_of(
 
 def measure(where: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of one place."""
-    dtype, total_bytes = DType.parse(options.dtype), options.mib * MIB
+    dtype, total_bytes = parse_dtype(options.dtype), options.mib * MIB
     numel = total_bytes // dtype.itemsize
     with ExitStack() as stack:
         ways: dict[str, list[Callable[[], Took]]] = {}

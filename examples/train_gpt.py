@@ -125,11 +125,6 @@ def compute_dtype(choice: str, world: axon_ps.World, device: torch.device) -> to
     return getattr(torch, choice)
 
 
-def travels_as(choice: str) -> torch.dtype | str:
-    """A dtype, or the name of a compressor."""
-    return getattr(torch, choice) if choice in DTYPES else choice
-
-
 def make_optimizer(model: nn.Module, options: argparse.Namespace) -> AdamW:
     """AdamW that decays matrices, and leaves the gains of the norms alone."""
     decay = [p for p in model.parameters() if p.ndim >= 2]
@@ -256,12 +251,12 @@ def main(arguments: Sequence[str] | None = None) -> float:
     with axon_ps.World.init() as world:
         device = device_of(options.device, world)
         dtype = compute_dtype(options.compute, world, device)
-        grads = TopK(options.top_k) if options.top_k else travels_as(options.reduce or options.wire)
+        grads = TopK(options.top_k) if options.top_k else options.reduce or options.wire
         model = FSDP(
             GPT(model_config(options)).to(device),
             world.default_group,
             sharding_strategy=ShardingStrategy[options.strategy.upper()],
-            mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=travels_as(options.wire), reduce_dtype=grads),
+            mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=options.wire, reduce_dtype=grads),
             unit_types={Block},
         )
         corpus, report = Corpus(), Report(on=world.is_main_process)

@@ -98,7 +98,7 @@ def export(
         str, typer.Argument(help="File to write; or, if it ends in /, a Hugging Face directory.", show_default=False)
     ] = "model.safetensors",
     dtype: Annotated[
-        str | None, typer.Option(help="f32, bf16 or f16 for all.", show_default="as the model had them")
+        str | None, typer.Option(help="Dtype of all tensors, such as bfloat16.", show_default="as the model had them")
     ] = None,
     model: Annotated[str, typer.Option(help="Name of the model, of several.", show_default="the only one")] = "",
     like: Annotated[
@@ -117,9 +117,10 @@ def export(
     from axon_ps.observe.work import LongWork
     from axon_ps.storage.export import export_model
     from axon_ps.storage.hf_directory import export_directory
-    from axon_ps.types import DType
+    from axon_ps.types import parse_dtype
 
-    as_dtype, work, directory = DType.parse(dtype) if dtype else None, LongWork("export"), target.endswith("/")
+    as_dtype = parse_dtype(dtype, "--dtype") if dtype else None
+    work, directory = LongWork("export"), target.endswith("/")
     if (like or prefix) and not directory:
         raise InvalidRequest("--like and --prefix are for a directory; end TARGET in /")
     with Progress("exporting", work, None if no_progress else sys.stderr):

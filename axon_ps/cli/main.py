@@ -24,7 +24,7 @@ from axon_ps.errors import (
     Misuse,
     PermissionDenied,
 )
-from axon_ps.observe.variables import described, misspelt
+from axon_ps.observe.variables import misspelt
 from axon_ps.texts import printable
 from axon_ps.version import __version__
 
@@ -100,8 +100,8 @@ def _everywhere(
     ] = False,
 ) -> None:
     _Errors.debug = debug
-    for name, meant in misspelt(os.environ).items():
-        print(f"axon-ps: {described(name, meant)}", file=sys.stderr)
+    for message in misspelt(os.environ).values():
+        print(f"axon-ps: {message}", file=sys.stderr)
 
 
 class _Errors:

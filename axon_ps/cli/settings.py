@@ -7,7 +7,6 @@ with the same names in lower case at its top level, named by `--config` or `AXON
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from pydantic_settings import (
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.observe.logging import LogStyle
+from axon_ps.texts import suggestion
 
 if TYPE_CHECKING:
     from axon_ps.observe.tracing.tracer import TracePolicy
@@ -347,8 +347,7 @@ def _format_error(error: Any, flags: Mapping[str, Any]) -> str:
     field = str(error["loc"][0]) if error["loc"] else "settings"
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(field, Settings.model_fields, 1)
-        meant = f"; is {near[0]!r} meant?" if near else ""
+        meant = suggestion(field, Settings.model_fields)
         return f"the configuration file sets {field!r}, which is no setting of axon-ps{meant}"
     value = "" if field.endswith("token") else f" is {error['input']!r}"
     return f"{_source(field, flags)}{value}: {message[0].lower()}{message[1:]}"

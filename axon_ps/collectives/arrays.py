@@ -18,18 +18,9 @@ import numpy as np
 
 from axon_ps.collectives import cuda
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import Array, DType
+from axon_ps.types import NUMBERS, Array, DType
 
-_BY_NAME = {
-    "float64": DType.F64,
-    "float32": DType.F32,
-    "float16": DType.F16,
-    "bfloat16": DType.BF16,
-    "int64": DType.I64,
-    "int32": DType.I32,
-    "uint8": DType.U8,
-    "bool": DType.BOOL,
-}
+_BY_NAME = {dtype.torch_name: dtype for dtype in NUMBERS}
 _BY_NUMPY = {dtype.numpy: dtype for dtype in DType if dtype is not DType.BF16}  # numpy itself has no bf16
 
 

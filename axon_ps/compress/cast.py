@@ -2,8 +2,8 @@
 
 Owns: f32 → bf16, f16 and back, the accumulation of wire chunks into an f32 gradient, and its sum of squares. Shapes:
 `n` is the numel of one chunk, or of any range of one; every array is 1-D and C-contiguous.
-Refuses: dtypes other than F32, BF16 and F16, in which gradients and parameters travel, and arrays that differ in
-length, because a compiled loop does not check its bounds. Importing this imports numba.
+Refuses: dtypes other than `WIRE_DTYPES`, in which gradients and parameters travel, and arrays that differ in length,
+because a compiled loop does not check its bounds. Importing this imports numba.
 
 Invariants:
 - Rounding is to nearest, ties to even, also for subnormals and for overflow to infinity. A NaN becomes a quiet NaN.
@@ -20,7 +20,7 @@ import numpy as np
 from axon_ps.errors import InvalidRequest
 from axon_ps.kernels import rounding
 from axon_ps.kernels.arrays import check_array, readonly
-from axon_ps.types import Array, DType, check_wire_dtype
+from axon_ps.types import Array, DType, parse_dtype
 
 
 def encode(src: Array, dst: Array, dtype: DType) -> None:
@@ -29,7 +29,7 @@ def encode(src: Array, dst: Array, dtype: DType) -> None:
     Args:
         src: f32[n].
         dst: dtype.numpy[n], overwritten; must not overlap `src`.
-        dtype: F32, BF16 or F16.
+        dtype: a wire dtype.
 
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
@@ -61,7 +61,7 @@ def decode(src: Array, dst: Array, dtype: DType) -> None:
     Args:
         src: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
         dst: f32[n], overwritten; must not overlap `src`.
-        dtype: F32, BF16 or F16.
+        dtype: a wire dtype.
 
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
@@ -82,7 +82,7 @@ def accumulate(
     Args:
         acc: f32[n], updated in place.
         chunk: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
-        dtype: element type of `chunk`: F32, BF16 or F16.
+        dtype: element type of `chunk`, a wire dtype.
         first: whether this is the first replica; if so, `acc` is overwritten.
         digests: u64[2, blocks of acc]: the digests of what was read of `acc` are added to the first row, those of what
             was written to the second. Nothing is read for the first replica. See `kernels.digest`. None = no digests.
@@ -111,7 +111,7 @@ def accumulate_last(
     Args:
         acc: f32[n], updated in place.
         chunk: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
-        dtype: element type of `chunk`: F32, BF16 or F16.
+        dtype: element type of `chunk`, a wire dtype.
         first: whether this is the first replica too, that is, the only one.
         digests: u64[2, blocks of acc], as for `accumulate`.
         block_numel: as for `accumulate`.
@@ -153,7 +153,7 @@ def round_in_place(acc: Array, dtype: DType) -> None:
 
     Args:
         acc: f32[n], overwritten.
-        dtype: F32 (nothing changes), BF16 or F16.
+        dtype: a wire dtype; F32 changes nothing.
 
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or `acc` is not a contiguous 1-D f32 array.
@@ -207,7 +207,7 @@ def _check_digests(digests: Array | None, numel: int, block_numel: int) -> None:
 
 def _checked(name: str, array: Array, dtype: DType, numel: int) -> Array:
     """Return the array as the loops take it (f16 as int16 bits), once its type and shape are checked."""
-    check_wire_dtype(dtype, "arrays")
+    parse_dtype(dtype, "the wire dtype of arrays")
     if array.dtype != dtype.numpy or array.shape != (numel,) or not array.flags.c_contiguous:
         raise InvalidRequest(
             f"{name} is {array.dtype}{list(array.shape)} with strides {array.strides}; "

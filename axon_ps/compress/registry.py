@@ -12,6 +12,8 @@ _REGISTRY: Registry[Compressor] = Registry("compressor")
 
 register = _REGISTRY.register
 names = _REGISTRY.names
+choices = _REGISTRY.choices
+is_known = _REGISTRY.is_known
 
 
 def compressor(name: str, **options: float) -> Compressor:

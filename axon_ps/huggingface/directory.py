@@ -20,9 +20,9 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
-from axon_ps.parallel.precision import dtype_from_torch
 from axon_ps.storage.files import open_store
 from axon_ps.storage.hf_directory import INDEX, MAX_FILE_BYTES, SINGLE, export_directory, set_config_dtype
+from axon_ps.types import parse_dtype
 
 
 def pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> Callable[[nn.Module], None]:
@@ -66,7 +66,7 @@ def save_pretrained(
     directory: str | os.PathLike[str],
     *,
     tokenizer: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Make a directory that `from_pretrained` reads of a model on the servers; training may go on after it.
@@ -78,16 +78,16 @@ def save_pretrained(
         model: the wrapped model; one of transformers' saves its config, too.
         directory: the destination, which this worker and the servers reach by the same path.
         tokenizer: saved beside it; anything with `save_pretrained`.
-        dtype: torch.float32, bfloat16 or float16 for every tensor; None = as the model was built.
+        dtype: that of every tensor, as `types.parse_dtype` takes it; None = as the model was built.
         max_file_bytes: the largest size of a file.
 
     Raises:
-        InvalidRequest: the dtype is none of those.
+        InvalidRequest: `dtype` is not a wire dtype.
         CheckpointError: a file cannot be written.
     """
     target = Path(directory).absolute()
     beside = target.with_name(f".{target.name}.checkpoint")
-    as_dtype = None if dtype is None else dtype_from_torch(dtype, "dtype")
+    as_dtype = None if dtype is None else parse_dtype(dtype)
     written = model.save_checkpoint(str(beside))
 
     def export() -> None:

@@ -5,9 +5,10 @@ docs/environment.md describes each; a test checks that the list, the page and th
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Final
+
+from axon_ps.texts import suggestion
 
 PREFIX: Final = "AXON_PS_"
 
@@ -27,20 +28,14 @@ _ALIKE: Final = 0.85
 
 
 def misspelt(names: Iterable[str]) -> dict[str, str]:
-    """Return the names that are probably misspelt, each with the probable name.
+    """Return the names that are probably misspelt, each with a message that asks for the probable name.
 
     Args:
         names: names of environment variables.
     """
-    known = [name.removeprefix(PREFIX) for name in sorted(KNOWN)]
     found: dict[str, str] = {}
     for name in names:
-        if name.startswith(PREFIX) and name not in KNOWN:
-            for meant in difflib.get_close_matches(name.removeprefix(PREFIX), known, 1, _ALIKE):
-                found[name] = f"{PREFIX}{meant}"
+        unknown = name.startswith(PREFIX) and name not in KNOWN
+        if unknown and (meant := suggestion(name, sorted(KNOWN), prefix=PREFIX, min_similarity=_ALIKE)):
+            found[name] = f"{name} is set, and nothing reads it{meant}"
     return found
-
-
-def described(name: str, meant: str) -> str:
-    """Return a message that a variable is not read."""
-    return f"{name} is set, and nothing reads it; is {meant} meant?"

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 
 from axon_ps.collectives import cuda
 from axon_ps.compress.compressor import Compressor
-from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import WIRE_DTYPES, DType
+from axon_ps.types import FLOATS, NUMBERS, DType, parse_dtype
 
-TORCH_DTYPES: dict[DType, torch.dtype] = {
-    DType.F32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.F16: torch.float16,
-    DType.F64: torch.float64,
-    DType.I64: torch.int64,
-    DType.I32: torch.int32,
-    DType.U8: torch.uint8,
-    DType.BOOL: torch.bool,
-}
-
-_FROM_TORCH = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
+TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {dtype: getattr(torch, dtype.torch_name) for dtype in NUMBERS}
 
 
-def dtype_from_torch(dtype: torch.dtype, what: str) -> DType:
-    """Return our dtype for a torch dtype in which parameters can be stored and sent.
+class _TorchDType:
+    """A field of a dataclass that is a torch dtype or None, and may be given as a dtype's name."""
 
-    Raises:
-        InvalidRequest: parameters of this dtype are not supported; `what` names it in the message.
-    """
-    ours = _FROM_TORCH.get(dtype)
-    if ours not in WIRE_DTYPES:
-        raise InvalidRequest(f"{what} has dtype {dtype}; use torch.float32, torch.bfloat16 or torch.float16")
-    return ours
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object | None, owner: type | None = None) -> torch.dtype | None:
+        return None if instance is None else instance.__dict__[self._name]  # of the class: the default value
+
+    def __set__(self, instance: object, given: torch.dtype | str | None) -> None:
+        known = given is None or isinstance(given, torch.dtype)
+        instance.__dict__[self._name] = given if known else TORCH_DTYPES[parse_dtype(given, self._name, FLOATS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +37,9 @@ class MixedPrecision:
     Values may also be sent compressed, with error feedback: `Int8()` (or "int8") or `Int4()` (or "int4") both ways,
     `TopK(0.01)` (or "top_k") for gradients, or any other compressor or its name. See docs/compression.md.
 
+    A dtype may be given as torch.bfloat16 or by its name, "bfloat16". As `wire_dtype` and `reduce_dtype`, "bf16" and
+    "fp16" are the compressors of these names, with error feedback.
+
     Attributes:
         param_dtype: parameters during forward and backward; None = the dtype the model was built with.
         wire_dtype: parameters on their way from the servers; None = as `param_dtype`, or a dtype that holds the values
@@ -55,13 +48,16 @@ class MixedPrecision:
         output_dtype: floating-point outputs of the whole model; None = as they come.
         buffer_dtype: floating-point buffers; None = as they were built.
         cast_forward_inputs: True to cast floating-point inputs of the whole model to `param_dtype`.
+
+    Raises:
+        InvalidRequest: no dtype has the name that was given.
     """
 
-    param_dtype: torch.dtype | None = None
+    param_dtype: _TorchDType = _TorchDType()
     wire_dtype: torch.dtype | Compressor | str | None = None
     reduce_dtype: torch.dtype | Compressor | str | None = None
-    output_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
+    output_dtype: _TorchDType = _TorchDType()
+    buffer_dtype: _TorchDType = _TorchDType()
     cast_forward_inputs: bool = True
 
     @classmethod
@@ -89,20 +85,8 @@ class MixedPrecision:
         Raises:
             InvalidRequest: values of a dtype cannot be sent, or there is no such compression.
         """
-        param, packed_param = _travels(self.wire_dtype or self.compute(built), "wire_dtype")
-        grad, packed_grad = _travels(self.reduce_dtype, "reduce_dtype") if self.reduce_dtype else (param, packed_param)
-        return WirePrecision(param=param, grad=grad, param_compression=packed_param, grad_compression=packed_grad)
-
-
-def _travels(choice: torch.dtype | Compressor | str, what: str) -> tuple[DType, Compressor | None]:
-    if isinstance(choice, str):
-        try:
-            choice = compressor(choice)
-        except InvalidRequest as error:
-            raise InvalidRequest(
-                f"{what} is {choice!r}; use a torch dtype, 'int8', 'int4' or 'top_k': {error}"
-            ) from error
-    return (dtype_from_torch(choice, what), None) if isinstance(choice, torch.dtype) else (DType.F32, choice)
+        names = ("wire_dtype", "reduce_dtype")
+        return WirePrecision.of(self.wire_dtype or self.compute(built), self.reduce_dtype, names)
 
 
 def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) -> None:

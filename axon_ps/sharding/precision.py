@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from axon_ps.compress.compressor import Compressor
+from axon_ps.compress.registry import choices, compressor, is_known
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import DType, check_wire_dtype
+from axon_ps.types import WIRE_DTYPES, DType, parse_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,21 @@ class WirePrecision:
     param_compression: Compressor | None = None
     grad_compression: Compressor | None = None
 
+    @classmethod
+    def of(cls, param: object, grad: object | None, names: Sequence[str], among: Sequence[DType] = WIRE_DTYPES) -> Self:
+        """Return the precision that a user asks for.
+
+        Args:
+            param: the form of parameters: a dtype, as `parse_dtype` takes it, a compressor or its name. A name that
+                both have, such as "bf16", is the compressor's.
+            grad: that of gradients; None = as parameters.
+            names: the names of these two arguments, for messages.
+            among: the dtypes that are accepted for parameters.
+        """
+        dtype, packed = form = _form(param, names[0], among, choices(lambda known: not known.gradients_only))
+        grad_dtype, grad_packed = _form(grad, names[1], WIRE_DTYPES, choices()) if grad else form
+        return cls(param=dtype, grad=grad_dtype, param_compression=packed, grad_compression=grad_packed)
+
     @property
     def differs(self) -> bool:
         """True if parameters are sent as differences; see `Compressor.differences`."""
@@ -39,8 +57,18 @@ class WirePrecision:
             ("parameters", self.param, self.param_compression),
             ("gradients", self.grad, self.grad_compression),
         ):
-            check_wire_dtype(dtype, what)
+            parse_dtype(dtype, f"the wire dtype of {what}")
             if compression is not None and dtype is not DType.F32:
                 raise InvalidRequest(f"{what} travel as {compression}, made of f32; {dtype.value} was given beside it")
         if (how := self.param_compression) is not None and how.gradients_only:
             raise InvalidRequest(f"parameters cannot travel as {how}, which {how.gradients_only}; use int8 or a dtype")
+
+
+def _form(given: object, what: str, among: Sequence[DType], also: Sequence[str]) -> tuple[DType, Compressor | None]:
+    """Return the dtype of what is sent, and its compressor, if that was given."""
+    for name in (given, given.lower()) if isinstance(given, str) else ():
+        if is_known(name):
+            return DType.F32, compressor(name)
+    if isinstance(given, Compressor):
+        return DType.F32, given
+    return parse_dtype(given, what, among, also), None

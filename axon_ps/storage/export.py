@@ -20,7 +20,7 @@ from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.contents import OpenSlices, open_slices, read_attached
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.manifest import Manifest, read_manifest
-from axon_ps.types import BUFFERS, NUMBERS, WIRE_DTYPES, Array, DType
+from axon_ps.types import BUFFERS, NUMBERS, WIRE_DTYPES, Array, DType, parse_dtype
 
 BLOCK_NUMEL = 1 << 20
 """Elements converted at a time."""
@@ -29,14 +29,14 @@ _logger = logging.getLogger(__name__)
 
 
 def export_model(
-    uri: str, target: str, dtype: DType | None = None, *, model: str = "", work: LongWork | None = None
+    uri: str, target: str, dtype: DType | str | None = None, *, model: str = "", work: LongWork | None = None
 ) -> int:
     """Write the parameters and buffers of a checkpoint as one `model.safetensors`.
 
     Args:
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
         target: the file to write, a path or "scheme://..."; replaced if it exists.
-        dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
+        dtype: that of every tensor, as `parse_dtype` takes it; None = those of the user's model.
         model: name of the model, if the checkpoint has several.
         work: gets the bytes to read and to write, and the bytes that were read and written.
 
@@ -44,16 +44,16 @@ def export_model(
         Bytes written.
 
     Raises:
-        InvalidRequest: `dtype` is none of those, `target` is not a file name, or the checkpoint has no such model.
+        InvalidRequest: `dtype` is not a wire dtype, `target` is not a file name, or the checkpoint has no such model.
         CheckpointNotFound: there is no complete checkpoint at `uri`.
         CheckpointCorrupt: a file of it is missing, truncated or altered.
         StorageFull: no space left for the target; nothing of it remains.
         CheckpointError: a file could not be read or written.
     """
-    check_dtype(dtype)
+    as_dtype = None if dtype is None else parse_dtype(dtype)
     store, name = _target(target)
     manifest = read_manifest(uri).section(model, only=not model)
-    exports = exports_of(manifest, dtype)
+    exports = exports_of(manifest, as_dtype)
     with open_model(manifest, work) as source:
         return write_exports(source, store, {name: exports}, work)[name]
 
@@ -87,22 +87,12 @@ class Export:
     values: Array | None = field(default=None, compare=False, repr=False)
 
 
-def check_dtype(dtype: DType | None) -> None:
-    """Refuse dtypes that a model cannot be exported as.
-
-    Raises:
-        InvalidRequest: it is none of F32, BF16 and F16.
-    """
-    if dtype is not None and dtype not in WIRE_DTYPES:
-        raise InvalidRequest(f"a model cannot be exported as {dtype.value}; use f32, bf16 or f16")
-
-
 def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> list[Export]:
     """Return the exported form of a model: its parameters, a tied one under its first name, and its buffers.
 
     Args:
         manifest: the model's section.
-        dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
+        dtype: a wire dtype for every tensor; None = those of the user's model.
         prefix: only parameters whose names begin with it are exported; it is left out of the tensors' names.
 
     Raises:

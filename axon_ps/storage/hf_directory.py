@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import LongWork
-from axon_ps.storage.export import Export, check_dtype, exports_of, open_model, write_exports
+from axon_ps.storage.export import Export, exports_of, open_model, write_exports
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.manifest import read_manifest
 from axon_ps.texts import value_of_json
-from axon_ps.types import DType
+from axon_ps.types import DType, parse_dtype
 
 MAX_FILE_BYTES: Final = 5 << 30
 """Largest file: the same as transformers writes."""
@@ -27,16 +27,13 @@ INDEX: Final = "model.safetensors.index.json"
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".ckpt")
 _BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".py", ".md")
-_TORCH_NAMES: Final = {
-    DType.F64: "float64", DType.F32: "float32", DType.F16: "float16", DType.BF16: "bfloat16",
-}  # fmt: skip
 _MAX_BESIDE_BYTES: Final = 256 << 20
 
 
 def export_directory(
     uri: str,
     target: str,
-    dtype: DType | None = None,
+    dtype: DType | str | None = None,
     *,
     model: str = "",
     like: str | None = None,
@@ -49,7 +46,7 @@ def export_directory(
     Args:
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
         target: the directory, a path or "scheme://..."; its weights are replaced.
-        dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
+        dtype: that of every tensor, as `parse_dtype` takes it; None = those of the user's model.
         model: name of the model, if the checkpoint has several.
         like: a directory of the same model, whose config, tokenizer and the like are copied; None = none are.
         prefix: only parameters whose names begin with it are written, and without it: "gpt2." of a LightningModule that
@@ -67,12 +64,12 @@ def export_directory(
         StorageFull: no space left for the target.
         CheckpointError: a file could not be read or written.
     """
-    check_dtype(dtype)
+    as_dtype = None if dtype is None else parse_dtype(dtype)
     if max_file_bytes < 1:
         raise InvalidRequest(f"max_file_bytes is {max_file_bytes}; it must be above 0")
     beside = () if like is None else _beside(open_store(like))
     manifest = read_manifest(uri).section(model, only=not model)
-    files = _divided(exports_of(manifest, dtype, prefix), max_file_bytes)
+    files = _divided(exports_of(manifest, as_dtype, prefix), max_file_bytes)
     store = open_store(target)
     with open_model(manifest, work) as source:
         for name in store.names():  # or a reader would find the old index, or the old single file
@@ -111,7 +108,7 @@ def set_config_dtype(store: FileStore, dtypes: Iterable[DType]) -> None:
     config = value_of_json(before, f"{store.uri}/{CONFIG}")
     if not isinstance(config, dict):
         raise InvalidRequest(f"{store.uri}/{CONFIG} is no JSON object")
-    _write_dtype(config, _TORCH_NAMES[floats.pop()])
+    _write_dtype(config, floats.pop().torch_name)
     text = json.dumps(config, indent=2).encode() + b"\n"
     if config != value_of_json(before, CONFIG):
         with store.create(CONFIG, len(text)) as sink:

@@ -24,7 +24,7 @@ from axon_ps.shard.client.subscriber import ModelSubscriber
 from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.files import open_store
 from axon_ps.storage.hf_directory import set_config_dtype
-from axon_ps.types import Array, DType, Membership, check_wire_dtype
+from axon_ps.types import Array, DType, Membership, parse_dtype
 from axon_ps.wire.events import JobState
 from axon_ps.worker.environment import job_of, security_of, worker_config
 
@@ -67,7 +67,7 @@ class Subscription:
         coordinator: "host:port" of the coordinator, or several with commas between them.
         job: name of the job.
         security: TLS and token.
-        dtype: of the arrays; None = as the job sends parameters.
+        dtype: as of `subscribe`.
         every: as of `subscribe`.
         changes: as of `subscribe`.
         timeout_s: as of `subscribe`.
@@ -84,14 +84,12 @@ class Subscription:
         coordinator: str,
         job: str,
         security: Security,
-        dtype: DType | None = None,
+        dtype: DType | str | None = None,
         every: int | str = 1,
         changes: bool = False,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float | None = CONNECT_TIMEOUT_S,
     ) -> None:
-        if dtype is not None:
-            check_wire_dtype(dtype, "parameters")
         self.model = model
         self._every, self._every_s = _interval(every)
         self._timeout_s = timeout_s
@@ -103,7 +101,7 @@ class Subscription:
             self._describe,
             job=job,
             security=security,
-            dtype=dtype,
+            dtype=None if dtype is None else parse_dtype(dtype),
             changes=changes,
             connect_timeout_s=connect_timeout_s,
         )
@@ -255,7 +253,7 @@ def subscribe(
 
     Args:
         model: its name in the job; empty = the only one. It may be registered later.
-        dtype: "f32", "bf16" or "f16"; None = as the job sends parameters.
+        dtype: of the arrays, as `types.parse_dtype` takes it; None = as the job sends parameters.
         every: iteration gives versions that are multiples of this (10, "10"), or one after a time ("30s", "5m").
         changes: transfer only the elements that changed since the version before; exact. It saves bytes where few of
             the bits change, as with bf16 and small steps, and costs the servers a comparison (docs/subscribe.md).
@@ -274,7 +272,7 @@ def subscribe(
         coordinator=coordinator or worker_config(os.environ).coordinator,
         job=job or job_of(os.environ),
         security=security_of(os.environ) if security is None else security,
-        dtype=DType.parse(dtype) if isinstance(dtype, str) else dtype,
+        dtype=dtype,
         every=every,
         changes=changes,
         timeout_s=timeout_s,

@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim import create, names
 from axon_ps.sharding.job import JobSpec
@@ -45,7 +44,7 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.storage.files import LocalFileStore
 from axon_ps.testing.cluster import LocalCluster
-from axon_ps.types import Array, DType, OptimizerSpec, Role
+from axon_ps.types import WIRE_DTYPES, Array, DType, OptimizerSpec, Role
 from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
 from axon_ps_lab.simulate.profile import Profile, WireCost
@@ -63,13 +62,8 @@ _HYPER: Final = ({"lr": 1e-3},)
 
 def _wires() -> dict[str, WirePrecision]:
     """Return the forms in which both parameters and gradients are sent, by name."""
-    compressed = {how.name: how for how in (compressor("int8"), compressor("int4"))}
-    return {
-        "float32": WirePrecision(),
-        "bfloat16": WirePrecision(param=DType.BF16, grad=DType.BF16),
-        "float16": WirePrecision(param=DType.F16, grad=DType.F16),
-        **{name: WirePrecision(param_compression=how, grad_compression=how) for name, how in compressed.items()},
-    }
+    names = [*(dtype.torch_name for dtype in WIRE_DTYPES), "int8", "int4"]
+    return {name: WirePrecision.of(name, name, ("wire", "wire")) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

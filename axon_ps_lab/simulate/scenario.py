@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
@@ -163,12 +162,7 @@ class Scenario:
         units = [
             build_unit(f"units.{i}", [(f"units.{i}.weight", (n,), dtype)]) for i, n in enumerate(self._unit_numels)
         ]
-        precision = WirePrecision(
-            param=DTYPES.get(self.job.sent, DType.F32),
-            grad=DTYPES.get(self.job.reduced, DType.F32),
-            param_compression=None if self.job.sent in DTYPES else compressor(self.job.sent),
-            grad_compression=None if self.job.reduced in DTYPES else compressor(self.job.reduced),
-        )
+        precision = WirePrecision.of(self.job.sent, self.job.reduced, ("job.wire", "job.reduce"))
         layout = Layout(units=tuple(units))
         options = even_options(
             layout, self.num_servers, max(group.devices for group in self.workers), default_options(precision)

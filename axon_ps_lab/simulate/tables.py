@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias
 from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim.registry import create
-from axon_ps.types import DType
+from axon_ps.types import WIRE_DTYPES
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "local_steps")
 BUFFERS = 2
@@ -18,7 +18,7 @@ BUFFERS = 2
 
 This is `parallel.fsdp.gathering.BUFFERS`, which cannot be imported without PyTorch.
 """
-DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
+DTYPES = {dtype.torch_name: dtype for dtype in WIRE_DTYPES}
 _ETHERNET, _IP_AND_TCP = 14, 52  # bytes of headers; TCP's with timestamps
 _FLOPS = 6
 """Operations for a parameter and token, forward 2 and backward 4 (Kaplan et al. 2020, section 2.1)."""

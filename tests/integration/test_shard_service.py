@@ -950,7 +950,7 @@ def test_bad_uploads() -> None:
         ({"begin": 1}, "no chunk of unit 0 begins at element 1"),
         ({"end": 2999}, "no chunk of unit 0 begins at element 2999"),
         ({"begin": 256, "end": 256}, "empty range"),
-        ({"dtype": common_pb2.D_TYPE_I64}, "cannot travel as i64"),
+        ({"dtype": common_pb2.D_TYPE_I64}, "the wire dtype of parameters is 'i64'"),
         ({"dtype": 0}, "unset"),
     ],
 )

@@ -161,7 +161,7 @@ def test_whoever_may_not_or_asks_for_what_is_not_there(job: Running) -> None:
         subscription.latest(timeout_s=0.3)
     with pytest.raises(InvalidRequest, match="give versions, as 10"):
         job.subscribe(every="soon")
-    with pytest.raises(InvalidRequest, match="cannot travel as i64"):
+    with pytest.raises(InvalidRequest, match="dtype is 'i64'; use one of float32"):
         job.subscribe(dtype="i64")
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.texts import MAX_JSON_DEPTH, MAX_JSON_VALUES, printable, value_of_json
+from axon_ps.texts import MAX_JSON_DEPTH, MAX_JSON_VALUES, printable, suggestion, value_of_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -34,6 +34,20 @@ VALUES = st.recursive(
 )
 def test_what_a_terminal_would_obey_is_printed_as_an_escape(text: str, options: dict[str, Any], printed: str) -> None:
     assert printable(text, **options) == printed
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("joob", {}, "; is 'job' meant?"),
+        ("jo", {"min_similarity": 0.9}, ""),
+        ("p_joob", {"prefix": "p_"}, "; is 'p_job' meant?"),
+        ("p_zzz", {"prefix": "p_"}, ""),
+    ],
+)
+def test_the_nearest_name_is_suggested(name: str, options: dict[str, Any], said: str) -> None:
+    known = [options.get("prefix", "") + ending for ending in ("job", "node")]
+    assert suggestion(name, known, **options) == said
 
 
 @pytest.mark.parametrize("value", [None, 0, -1.5, "x", [], {}, [[]], {"a": {"b": [1, {"c": None}]}}])

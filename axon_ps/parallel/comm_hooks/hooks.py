@@ -35,7 +35,8 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork
 from axon_ps.parallel.comm_hooks.residuals import Residuals, drop_non_finite
 from axon_ps.parallel.ddp.buckets import GradientBucket, flat_memory
-from axon_ps.types import ReduceOp
+from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.types import DType, ReduceOp, parse_dtype
 
 T = TypeVar("T")
 
@@ -162,15 +163,13 @@ class CastHook(PackingHook):
     """An all-reduce in another dtype: half the bytes of f32. The sum is in f32 and rounded once.
 
     Args:
-        dtype: torch.bfloat16 or torch.float16. Values beyond f16 become infinite.
+        dtype: a wire dtype of two bytes. Values beyond f16 become infinite.
         error_feedback: True to add the rounding error of a gradient to the next one.
     """
 
-    def __init__(self, dtype: torch.dtype, *, error_feedback: bool = False) -> None:
-        if dtype not in (torch.bfloat16, torch.float16):
-            raise InvalidRequest(f"gradients were to travel as {dtype}; use torch.bfloat16 or torch.float16")
-        super().__init__(str(dtype))
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype | str, *, error_feedback: bool = False) -> None:
+        self.dtype = TORCH_DTYPES[parse_dtype(dtype, among=[DType.BF16, DType.F16])]
+        super().__init__(str(self.dtype))
         self.feedback = Residuals() if error_feedback else None
         self._sent: dict[int, Tensor] = {}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from axon_ps.compress.registry import compressor, names
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.comm_hooks.compressed import CompressedHook
@@ -26,8 +24,7 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
     Raises:
         InvalidRequest: there is no hook of that name, or it does not take such an option.
     """
-    casts = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    own = ("all_reduce", *casts, "int8")
+    own = ("all_reduce", "bf16", "fp16", "int8")
     if name not in own:
         try:
             return CompressedHook(compressor(name, **options), error_feedback=error_feedback is not False)
@@ -39,7 +36,7 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
         raise InvalidRequest(f"hook {name!r} takes no {', '.join(options)}")
     if name == "int8":
         return Int8Hook(error_feedback=error_feedback is not False)
-    return AllReduceHook() if name == "all_reduce" else CastHook(casts[name], error_feedback=bool(error_feedback))
+    return AllReduceHook() if name == "all_reduce" else CastHook(name, error_feedback=bool(error_feedback))
 
 
 def as_hook(hook: CommunicationHook | str | Callable[..., object] | None) -> CommunicationHook:

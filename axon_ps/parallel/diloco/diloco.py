@@ -34,10 +34,10 @@ from axon_ps.parallel.diloco.fragment import Fragment
 from axon_ps.parallel.diloco.outer_steps import OuterSteps
 from axon_ps.parallel.fsdp import arguments, wrap
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
-from axon_ps.parallel.precision import MixedPrecision
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import LocalSteps
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType, Hyper, StepResult
 from axon_ps.worker.world import World, world_of
 
@@ -127,9 +127,9 @@ class DiLoCo:
             )
         if meta := [name for name, p in model.named_parameters() if p.is_meta]:
             raise InvalidRequest(f"parameter {meta[0]!r} is on the meta device; build the module on the CPU or a GPU")
-        precision = MixedPrecision(wire_dtype=param_wire_dtype, reduce_dtype=wire_dtype).wire(torch.float32)
-        if precision.param is not DType.F32:
-            raise InvalidRequest(f"param_wire_dtype is {param_wire_dtype}; use torch.float32, 'int8' or 'int4'")
+        precision = WirePrecision.of(
+            param_wire_dtype or torch.float32, wire_dtype, ("param_wire_dtype", "wire_dtype"), among=[DType.F32]
+        )
         self.model = model
         self.inner_optimizer = inner_optimizer
         self.inner_steps = inner_steps

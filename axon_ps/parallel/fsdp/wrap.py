@@ -25,10 +25,10 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
-from axon_ps.parallel.precision import TORCH_DTYPES, MixedPrecision, dtype_from_torch
+from axon_ps.parallel.precision import TORCH_DTYPES, MixedPrecision
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Parameter, Unit
-from axon_ps.types import WIRE_DTYPES, DType
+from axon_ps.types import WIRE_DTYPES, DType, parse_dtype
 
 ROOT = "(root)"
 
@@ -97,7 +97,7 @@ class Wrapping:
     def wire(self) -> DType:
         """The dtype that a gather gives: the job's wire dtype; for compressed values, that of the computation."""
         wire, compute = self.spec.precision, self.precision.compute(self.built)
-        return wire.param if wire.param_compression is None else dtype_from_torch(compute, "param_dtype")
+        return wire.param if wire.param_compression is None else parse_dtype(compute, "param_dtype")
 
     @property
     def replicated(self) -> bool:
@@ -416,7 +416,7 @@ def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[
                 name=first,
                 shape=tuple(param.shape),
                 offset=offset,
-                dtype=dtype_from_torch(param.dtype, f"parameter {first!r}"),
+                dtype=parse_dtype(param.dtype, f"the dtype of parameter {first!r}"),
                 aliases=tuple(aliases),
             )
         )

@@ -34,7 +34,7 @@ from axon_ps.shard.same_host.access import MAX_ELEMENT_BYTES, MIN_LEASED_BYTES
 from axon_ps.shard.server import copying, subscriptions
 from axon_ps.shard.server.model_shell import ModelShell
 from axon_ps.shard.server.shell import ShardShell
-from axon_ps.types import Array, DType, Member, check_wire_dtype
+from axon_ps.types import Array, DType, Member, parse_dtype
 from axon_ps.wire.codec import dtype_from_proto, dtype_to_proto, hypers_from_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk, payload_array
 from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
@@ -65,8 +65,7 @@ class ShardServicer:
         engine, generation = shell.engine, request.context.generation
         if span is not None:
             span.attributes.update(self._about(shell, member, request.unit), version=request.min_version)
-        dtype = dtype_from_proto(request.dtype)
-        check_wire_dtype(dtype, "parameters")
+        dtype = parse_dtype(dtype_from_proto(request.dtype), "the wire dtype of parameters")
         if request.expected:
             await self._gather_speculative(shell, request, context, span)
             return
@@ -409,8 +408,7 @@ def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
 
 def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview) -> tuple[DType, Array]:
     """Return a gradient chunk's element type (U8 if it is compressed) and elements."""
-    dtype = dtype_from_proto(header.dtype)
-    check_wire_dtype(dtype, "gradients")
+    dtype = parse_dtype(dtype_from_proto(header.dtype), "the wire dtype of gradients")
     compressor = engine.gradients.compressor
     sizes = None if compressor is None else compressor.compressed_bytes
     return DType.U8 if header.compressed else dtype, payload_array(header, payload, header.numel, sizes)
@@ -418,8 +416,7 @@ def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview
 
 def _total(header: common_pb2.Chunk, payload: memoryview) -> Array:
     """Return the elements of a forwarded sum, f32; widened if it was sent as bf16 or f16."""
-    dtype = dtype_from_proto(header.dtype)
-    check_wire_dtype(dtype, "sums")
+    dtype = parse_dtype(dtype_from_proto(header.dtype), "the wire dtype of sums")
     return cast.decoded(payload_array(header, payload, header.numel), dtype)
 
 

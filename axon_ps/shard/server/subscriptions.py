@@ -31,7 +31,7 @@ from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.shard.server.corruption import Corruptions
 from axon_ps.shard.server.waiters import Waiters
-from axon_ps.types import check_wire_dtype
+from axon_ps.types import parse_dtype
 from axon_ps.wire.codec import dtype_from_proto
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
@@ -298,10 +298,8 @@ async def _send(
 
 
 def _wish(reserve: shard_pb2.Reserve) -> Wish:
-    dtype = dtype_from_proto(reserve.dtype)
-    check_wire_dtype(dtype, "parameters")
     return Wish(
-        dtype=dtype,
+        dtype=parse_dtype(dtype_from_proto(reserve.dtype), "the wire dtype of parameters"),
         epoch=reserve.epoch,
         min_version=reserve.min_version,
         multiple_of=max(1, reserve.multiple_of),

@@ -35,7 +35,7 @@ from typing import Any
 from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout
 from axon_ps.observe.reminders import reminding
-from axon_ps.observe.variables import described, misspelt
+from axon_ps.observe.variables import misspelt
 from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.texts import value_of_json
@@ -123,8 +123,8 @@ def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
         Broken: the services could not be started.
     """
     launch, deadline = launch_info(env), Deadline(timeout_s)
-    for name, meant in misspelt(env).items() if launch.rank <= 0 else ():  # one of the workers says so
-        _logger.warning("%s", described(name, meant))
+    for message in misspelt(env).values() if launch.rank <= 0 else ():  # one of the workers says so
+        _logger.warning("%s", message)
     if env.get("AXON_PS_COORDINATOR") or env.get("AXON_PS_STANDBY", "") not in ("", "0"):
         return FormedJob(worker_config(env))
     global _formed

@@ -119,7 +119,7 @@ def test_warm_up() -> None:
 @pytest.mark.parametrize(
     ("src", "dst", "dtype", "words"),
     [
-        (np.zeros(8, np.float32), np.zeros(8, np.int64), DType.I64, "arrays cannot travel as i64; use one of f32"),
+        (np.zeros(8, np.float32), np.zeros(8, np.int64), DType.I64, "the wire dtype of arrays is 'i64'; use one of"),
         (np.zeros(8, np.float32), np.zeros(9, np.uint16), DType.BF16, r"dst is uint16\[9\]"),
         (np.zeros(8, np.float32), np.zeros(8, np.float16), DType.BF16, r"dst is float16\[8\]"),
         (np.zeros(8, np.float64), np.zeros(8, np.uint16), DType.BF16, r"src is float64\[8\]"),

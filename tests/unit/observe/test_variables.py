@@ -35,8 +35,9 @@ def test_every_variable_of_ours_is_known() -> None:
     ],
 )
 def test_a_name_that_is_nearly_known_is_noticed(name: str, meant: str) -> None:
-    expected = {f"{PREFIX}{name}": f"{PREFIX}{meant}"} if meant else {}
-    assert misspelt([f"{PREFIX}{name}", "PATH"]) == expected
+    found = misspelt([f"{PREFIX}{name}", "PATH"])
+    assert list(found) == ([f"{PREFIX}{name}"] if meant else [])
+    assert all(message.endswith(f"; is '{PREFIX}{meant}' meant?") for message in found.values())
 
 
 def test_every_known_name_is_noticed_without_one_of_its_letters() -> None:
@@ -50,7 +51,7 @@ def test_the_command_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("AXON_PS_CORDINATOR", "h:1")
     assert main(["status"]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "axon-ps: AXON_PS_CORDINATOR is set, and nothing reads it; is AXON_PS_COORDINATOR meant?"
+    assert first == "axon-ps: AXON_PS_CORDINATOR is set, and nothing reads it; is 'AXON_PS_COORDINATOR' meant?"
     assert second.startswith("axon-ps: which coordinator?")
 
 
@@ -58,4 +59,4 @@ def test_the_command_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_one_worker_says_so(rank: str, says: bool, caplog: pytest.LogCaptureFixture) -> None:
     env = {"RANK": rank, "WORLD_SIZE": "2", "AXON_PS_COORDINATOR": "h:1", "AXON_PS_BACKENDS": "gloo"}
     find_job(env, 1.0).close()
-    assert ("AXON_PS_BACKENDS is set, and nothing reads it; is AXON_PS_BACKEND meant?" in caplog.text) == says
+    assert ("AXON_PS_BACKENDS is set, and nothing reads it; is 'AXON_PS_BACKEND' meant?" in caplog.text) == says

@@ -174,7 +174,9 @@ def test_schedules_that_cannot_be_are_refused() -> None:
         made(inner_steps=3, fragments=3)
     with pytest.raises(InvalidRequest, match="overlap_steps is 3; it must be from 0 to 2"):
         made(overlap_steps=3)
-    with pytest.raises(InvalidRequest, match="use torch.float32, 'int8' or 'int4'"):
+    with pytest.raises(
+        InvalidRequest, match="param_wire_dtype is torch.bfloat16; use one of float32, bf16, fp16, int4, int8"
+    ):
         made(param_wire_dtype=torch.bfloat16)
     for wrong in (-0.1, 1.1, float("nan")):
         with pytest.raises(InvalidRequest, match=f"mixing is {wrong}; it must be from 0 to 1, or None"):

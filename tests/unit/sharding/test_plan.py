@@ -74,7 +74,7 @@ def test_nonsense_is_refused() -> None:
         PlanOptions(chunk_numel=0)
     with pytest.raises(InvalidRequest, match="min_slice_numel"):
         PlanOptions(min_slice_numel=0)
-    with pytest.raises(InvalidRequest, match="gradients cannot travel as i64"):
+    with pytest.raises(InvalidRequest, match="the wire dtype of gradients is 'i64'"):
         JobSpec(layout=layout, precision=WirePrecision(grad=DType.I64))
 
 

@@ -212,7 +212,7 @@ def parameter(**fields: Any) -> common_pb2.Layout:
         (common_pb2.OptimizerSpec(name="sgd", group_of=[0]), "group 0; the optimizer has 0"),
         (common_pb2.OptimizerSpec(name="sgd", groups=[common_pb2.Hyper()], group_of=[-2]), "group -2"),
         (common_pb2.JobSpec(), "dtype is unset"),
-        (common_pb2.JobSpec(param_dtype=1, grad_dtype=5, chunk_numel=1, min_slice_numel=1), "cannot travel as i64"),
+        (common_pb2.JobSpec(param_dtype=1, grad_dtype=5, chunk_numel=1, min_slice_numel=1), "of gradients is 'i64'"),
         (common_pb2.JobSpec(param_dtype=1, grad_dtype=1, min_slice_numel=1), "chunk_numel is 0"),
         (common_pb2.JobSpec(param_dtype=1, grad_dtype=1, chunk_numel=1), "min_slice_numel is 0"),
         (session_pb2.DecisionEvent(step=1), "outcome is unset"),
