@@ -56,7 +56,7 @@ DEBTS = {
     "names": 9,
     "docstrings": 0,
     "phrases": 0,
-    "unnamed": 105,
+    "unnamed": 1,
 }
 """Places that each debt has; see Note: [Debts]."""
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 app = o.Commands(help="Make, show and revoke the secrets, certificates and tokens of a job.")
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST_S: Final = 36500 * 86400
 _FOR_TOKENS: Final = "12h"
 _FOR_CERTIFICATES: Final = "24h"
 
@@ -65,7 +66,7 @@ def init(
     if file.exists() != add:
         hint = "there is no such file to add to" if add else "it is there already: another name, or --add to rotate it"
         raise ConfigurationError(f"{file}: {hint}")
-    before = file.read_text().split() if add else []
+    before = _content(file).split() if add else []
     _write_private(file, "".join(f"{line}\n" for line in (*before, secret)), replace=add)
     print(f"{file} has a new secret: give it to all processes of the job as --token-file or AXON_PS_TOKEN_FILE")
     if add:
@@ -137,16 +138,16 @@ def show(
             raise ConfigurationError("nothing is set: name a file, or set AXON_PS_TOKEN or AXON_PS_TOKEN_FILE")
         print("\n".join(map(_token_text, found)))
         return
-    try:
-        content = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file} cannot be read: {error}") from error
+    content = _content(file)
     if "PRIVATE KEY-----" in content:
         print(
             "a private key" + ("" if _is_private(file) else "; other users of this machine can read it: chmod 600 it")
         )
     elif "-----BEGIN CERTIFICATE-----" in content:
-        print(_certificate_text(content.encode()))
+        try:
+            print(_certificate_text(content.encode()))
+        except ValueError as error:
+            raise ConfigurationError(f"{file} holds no certificate that can be read: {error}") from error
     else:
         print("\n".join(map(_token_text, content.split())) or "nothing")
 
@@ -218,14 +219,15 @@ def _identity(settings: Settings, role: str, rank: int | None) -> Identity:
     if role not in (names := [p.value for p in Principal]):
         raise ConfigurationError(f"--role is {role!r}; it must be one of {', '.join(names)}")
     if rank is not None and role not in ("worker", "shard"):
-        raise ConfigurationError(f"--rank is of workers and shard servers; an {role} has none")
+        raise ConfigurationError(f"--rank is of workers and shard servers; the role {role} has none")
     return Identity(Principal(role), settings.job, rank)
 
 
 def _seconds(text: str) -> float:
-    if (match := re.fullmatch(r"(\d+)([smhd])", text)) is None or not int(match[1]):
-        raise ConfigurationError(f"--expires is {text!r}; it must be like 90s, 30m, 12h or 7d")
-    return float(int(match[1]) * _UNITS[match[2]])
+    match = re.fullmatch(r"(\d+)([smhd])", text)
+    if match is None or not 0 < (seconds := int(match[1]) * _UNITS[match[2]]) <= _LONGEST_S:
+        raise ConfigurationError(f"--expires is {text!r}; it must be like 90s, 30m, 12h or 7d, and at most 36500d")
+    return float(seconds)
 
 
 def _certificate_text(pem: bytes) -> str:
@@ -250,6 +252,13 @@ def _token_text(text: str) -> str:
     claims = read_unverified(text)
     until = f"{'until' if claims.expires_s > time.time() else 'expired at'} {as_text(claims.expires_s)}"
     return f"a token: {claims.identity}; {until}; id {claims.id}"
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}") from error
 
 
 def _write_private(path: Path, text: str, *, replace: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from typing import Any
 
 _exit_code: Any = None
@@ -26,7 +27,8 @@ def record_exit() -> None:
     @functools.wraps(exit_)
     def recording_exit(status: Any = None, /) -> Any:
         global _exit_code
-        _exit_code = status
+        if threading.current_thread() is threading.main_thread():  # another one ends alone
+            _exit_code = status
         exit_(status)
 
     sys.exit = recording_exit

@@ -56,6 +56,7 @@ async def _records(settings: Settings, *, follow: bool) -> AsyncGenerator[Sequen
                 continue
             if reply.history != history:
                 _warn_of_beginning(reply, again=bool(history))
+                after = 0.0
             batch += reply.records
             history, after = reply.history, reply.records[-1].number if reply.records else after
             silent_since = 0.0

@@ -46,7 +46,7 @@ def test_a_token_holds_as_long_as_it_is_told_to(expires: str, seconds: int, caps
     assert abs(claims.expires_s - time.time() - seconds) < 60
 
 
-@pytest.mark.parametrize("expires", ["0s", "", "12", "1.5h", "-1h", "h"])
+@pytest.mark.parametrize("expires", ["0s", "", "12", "1.5h", "-1h", "h", "36501d", "9" * 30 + "d"])
 def test_a_time_that_is_none_is_refused(expires: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = refused(capsys, "token", "--role", "worker", "--token", SECRET, f"--expires={expires}")
     assert f"--expires is {expires!r}; it must be like 90s, 30m, 12h or 7d" in words
@@ -91,6 +91,16 @@ def test_what_is_in_a_file_is_said(
     file.write_text(token)
     monkeypatch.setattr(time, "time", lambda now=time.time: now() + 3600.0)
     assert "; expired at " in shown(capsys, "show", str(file))
+
+
+def test_what_is_no_text_or_no_certificate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("-----BEGIN CERTIFICATE-----\nxx")
+    assert "holds no certificate that can be read" in refused(capsys, "show", str(file))
+    file.write_bytes(b"\xff\xfe")
+    assert "cannot be read" in refused(capsys, "show", str(file))
+    assert "cannot be read" in refused(capsys, "init", str(file), "--add")
+    assert file.read_bytes() == b"\xff\xfe"
 
 
 def test_a_private_key_that_others_can_read_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

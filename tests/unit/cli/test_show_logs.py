@@ -109,6 +109,15 @@ def test_another_coordinator_is_waited_for_and_its_log_is_another(
     assert [history for history, _, _ in operator.asked] == ["", "a", "a", "a", "b"]
 
 
+def test_a_new_log_is_read_from_its_beginning_although_its_first_page_is_empty(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operator = Operator(page(5), page(history="b"), page(1, history="b", finished=True))
+    show(operator, monkeypatch)
+    assert texts(capsys)[0] == ["record 5", "record 1"]
+    assert [(history, after) for history, after, _ in operator.asked] == [("", 0.0), ("a", 5.0), ("b", 0.0)]
+
+
 @pytest.mark.parametrize(
     ("answers", "patience_s"),
     [([AWAY], 30.0), ([page(1), PermissionDenied("no")], 30.0), ([page(1), AWAY, AWAY], 0.0)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
@@ -64,6 +65,18 @@ def test_a_process_has_succeeded_if_its_last_exit_code_is_0(code: object, succee
             sys.exit(earlier)  # type: ignore[arg-type]
         assert raised.value.code == earlier
     assert ending.process_succeeded() is succeeded
+
+
+@pytest.mark.usefixtures("recorded")
+def test_the_exit_code_of_another_thread_does_not_count() -> None:
+    def leave() -> None:
+        with pytest.raises(SystemExit):
+            sys.exit(3)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert ending.process_succeeded()
 
 
 @pytest.mark.usefixtures("recorded")
