@@ -1,4 +1,7 @@
-"""Values of Python between ranks: what is decoded is what was encoded, and what would not be is refused. Tests of `collectives/objects.py`."""
+"""Values of Python between ranks: what is decoded is what was encoded, and what would not be is refused.
+
+Tests of `collectives/objects.py`.
+"""
 
 from __future__ import annotations
 
