@@ -498,14 +498,17 @@ class Job:
     def older_disk(self, lost: int) -> bool:
         """Of what the coordinator, which is not there, has written the end is lost, so many batches.
 
-        Nothing is where no shard server that lives has been told all of it, or no job would be left: returns False.
+        Nothing is where no shard server that lives has been told all of it, or no member would be left who is waited
+        for: returns False.
         """
         known = self._known()
-        if lost >= len(self.disk.batches) or not any(
-            behind(position, self._stored_position) == "" for position in known
-        ):
+        older = Disk(self.disk.batches[: max(0, len(self.disk.batches) - lost)])
+        durable = records.load(older.load())
+        if durable is None or not (durable.membership.workers or durable.membership.shards):
             return False
-        self.disk = Disk(self.disk.batches[: len(self.disk.batches) - lost])
+        if not any(behind(position, self._stored_position) == "" for position in known):
+            return False
+        self.disk = older
         return True
 
     @property

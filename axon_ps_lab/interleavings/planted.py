@@ -166,6 +166,14 @@ PLANTS: Final = (
         rare=True,
     ),
     Plant(
+        "workers of a state without servers are not waited for",
+        "coordinator/core/restart/comeback.py",
+        "if assembly.roster.awaited(self._awaited) else",
+        "if assembly.roster.awaited(Role.SHARD) else",
+        rare=True,
+        real="a newcomer was the first after a restart, in a generation that had been announced with other members",
+    ),
+    Plant(
         "sums of one generation are forwarded as those of the newest",
         "shard/server/forwarding.py",
         "generation=engine.generation, placement=known)",

@@ -81,10 +81,18 @@ def test_one_that_may_not_join_is_told_so_later_and_the_others_are_let_in() -> N
     assert let_in(a, b, second) == [True, True, True]
 
 
-def test_without_servers_in_its_state_nobody_waits() -> None:
+def test_without_servers_in_its_state_its_workers_are_waited_for() -> None:
     d = Driver()
     worker = d.worker()
     d.restart()
     worker.inbox.clear()
     assert math.isfinite(d.state.next_deadline())
-    assert let_in(worker.join()) == [True]
+    newcomer = d.peer(Role.WORKER).join()
+    assert let_in(newcomer) == [False], "a state may be older, and the worker may know of later generations"
+    assert let_in(worker.join(), newcomer) == [True, True]
+
+
+def test_without_members_in_its_state_nobody_waits() -> None:
+    d = Driver()
+    d.restart()
+    assert let_in(d.peer(Role.WORKER).join()) == [True]

@@ -2,10 +2,10 @@
 
 Note: [Coming back together]
     A restarted coordinator does not know the live members, nor if its state is the newest: see `knowledge`. It learns
-    both from the shard servers that are members in its state. So all processes that come wait until these servers have
-    come, or until a lease is over; no step can be decided before, either. Then they are let in, in the order in which
-    they came. A generation announced earlier could repeat the number of another one, and abort a step that has
-    committed.
+    both from the shard servers that are members in its state, or from its workers if it has no server yet. So all
+    processes that come wait until these have come, or until a lease is over; no step can be decided before, either. Then
+    they are let in, in the order in which they came. A generation announced earlier could repeat the number of another
+    one, and abort a step that has committed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Comeback:
         self._let_in = let_in
         self._out = out
         self._waiting: dict[int, tuple[Role, JoinRequest]] = {}
-        self._until = until if assembly.roster.awaited(Role.SHARD) else _OVER
+        self._awaited = Role.SHARD if assembly.roster.awaited(Role.SHARD) else Role.WORKER
+        self._until = until if assembly.roster.awaited(self._awaited) else _OVER
 
     def away(self) -> list[Member]:
         """Return the members of the state that have not come since the restart."""
@@ -97,9 +98,10 @@ class Comeback:
         return -self._until if self._until == _OVER else self._until
 
     def tick(self, now: float) -> None:
-        """Let the waiting processes in, in the order in which they came, if no server is missing or time is over."""
-        taken = {request.address for _, request in self._waiting.values()}  # an earlier server at one of these is dead
-        missing = (member for member in self.away() if member.role is Role.SHARD and member.address not in taken)
+        """Let the waiting processes in, in the order in which they came, if no member is missing or time is over."""
+        # an earlier server at one of these is dead
+        taken = {request.address for role, request in self._waiting.values() if role is Role.SHARD}
+        missing = (member for member in self.away() if member.role is self._awaited and member.address not in taken)
         if now < self._until and any(missing):
             return
         waiting, self._waiting, self._until = self._waiting, {}, _OVER
