@@ -87,7 +87,8 @@ class Model:
         self.hyper: tuple[Hyper, ...] = next((d.hyper for d in reversed(durable.decisions) if d.hyper), ())
         self.restored: OptimizerSpec | None = None
         self.refused = durable.decisions[-1].refused if durable.decisions else 0
-        self.last_norm = next((d.grad_norm for d in durable.decisions if d.outcome is Outcome.COMMIT), 0.0)
+        steps = (d for d in reversed(durable.decisions) if d.outcome is Outcome.COMMIT and d.copy is None)
+        self.last_norm = next((d.grad_norm for d in steps), 0.0)
 
     @property
     def registered(self) -> bool:

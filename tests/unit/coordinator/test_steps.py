@@ -68,6 +68,16 @@ def test_a_step_commits_when_all_have_reported() -> None:
     assert (status.counters["steps_committed"], status.counters["last_grad_norm"]) == (1, 2.0)
 
 
+def test_the_norm_of_the_newest_step_is_known_after_a_restart() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    for sum_of_squares in (4.0, 9.0):
+        step(workers, shards, (sum_of_squares,), max_norm=1.0)
+    before = d.state.status().counters["last_grad_norm"]
+    d.restart()
+    assert before == d.state.status().counters["last_grad_norm"] == 3.0
+
+
 def test_the_decision_is_written_before_it_is_pushed() -> None:
     d = Driver()
     workers, shards = d.assembled()
