@@ -141,7 +141,10 @@ class Reachability:
             del self._refused[next(iter(self._refused))]
 
     def check(self, role: Role, request: JoinRequest, now: float) -> None:
-        """Refuse a joiner that does not reach a member, or was removed a moment ago since a member did not reach it."""
+        """Refuse a joiner that does not reach a member, or was removed a moment ago since a member did not reach it.
+
+        A shard server is not refused while the membership is incomplete.
+        """
         roster = self._assembly.roster
         theirs = request.connectivity
         named = frozenset[str]() if theirs is None else theirs.unreachable
