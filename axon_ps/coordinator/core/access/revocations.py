@@ -34,8 +34,8 @@ class RevocationList:
 
     Args:
         callers: finds the members among callers.
-        assembly: knows the members.
-        members: ends them.
+        assembly: the members.
+        members: removes them.
         out: gets the events to send.
     """
 
