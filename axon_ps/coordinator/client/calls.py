@@ -248,6 +248,7 @@ class Calls(ABC):
             CheckpointError: it could not be written.
             MemberLost: a shard server is missing, or was lost before it had written its files.
             Misuse: there is nothing to save.
+            InvalidRequest: `uri`, `extra_json` or `states` is malformed.
             Busy: another one is being written.
 
         After an error: there may be files at `uri`, but without a manifest they are not a checkpoint.

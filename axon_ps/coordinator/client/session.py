@@ -137,6 +137,9 @@ class CoordinatorClient(Calls):
         connectivity: the findings of probes, for the coordinator.
         tracer: this member's spans; those that the coordinator orders are sent to it.
         revocations: the names that the servers of this process refuse; gets the job's revoked names.
+
+    Raises:
+        ConfigurationError: an address is malformed.
     """
 
     def __init__(
