@@ -1,4 +1,4 @@
-"""Whether a session is up, for those that wait for it."""
+"""The availability of a session, for those that wait for it."""
 
 from __future__ import annotations
 

@@ -89,6 +89,9 @@ class Calls(ABC):
 
         Raises:
             LayoutMismatch: the job has another one; the message has the first difference.
+            InvalidRequest: it is invalid, or a shard server does not know the optimizer or a compressor.
+            Misuse: an optimizer comes before any layout.
+            Busy: the job can have no more models, or the shard servers have no memory for it.
             CheckpointError: the job is to resume from a checkpoint that cannot be read.
             MemberLost: a shard server that is to hold slices of the model did not come in time.
             Timeout: the worker whose layout counts has not registered it; the message names that worker.
@@ -125,7 +128,7 @@ class Calls(ABC):
 
         Raises:
             InvalidRequest: the model of that number has another name.
-            Busy: a checkpoint is being written, and the model is to be in it.
+            Busy: a checkpoint is being written.
 
         After an error: it may be gone; releasing it again is harmless.
         """
@@ -143,6 +146,8 @@ class Calls(ABC):
             Timeout: some have not come; the message names them.
             MemberLost: one of `ranks` was lost while we waited.
             GenerationChanged: `ranks` is empty, and the set of all workers has changed while we waited.
+            Disagreement: the missing workers wait in a step for workers that wait here.
+            InvalidRequest: the name is empty or too long, or this worker is not one of `ranks`.
 
         After an error: others may have passed. If the connection to the coordinator breaks, the call is retried; if
         the barrier had just opened, no other worker comes and this ends with `Timeout`.
@@ -159,7 +164,12 @@ class Calls(ABC):
         return int(reply.generation)
 
     async def kv_put(self, key: str, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Store a value, at most 1 MiB, under a key of 1 to 512 bytes."""
+        """Store a value, at most 1 MiB, under a key of 1 to 512 bytes.
+
+        Raises:
+            InvalidRequest: key or value has another size.
+            Busy: the store is full.
+        """
         await self._kv(coordinator_pb2.KV_OP_PUT, key, timeout_s, value=value)
 
     async def kv_get(self, key: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bytes | None:
@@ -177,6 +187,10 @@ class Calls(ABC):
 
     async def kv_add(self, key: str, amount: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> int:
         """Add to a decimal integer (0 when absent) and return the sum.
+
+        Raises:
+            InvalidRequest: the stored value is not an integer, or the sum has more than 64 bits.
+            Busy: the store is full.
 
         After an error: when it is `Broken` or `Timeout`, the amount may have been added; it is not added again.
         """
@@ -232,7 +246,10 @@ class Calls(ABC):
 
         Raises:
             CheckpointError: it could not be written.
-            MemberLost: a shard server was lost before it had written its files.
+            MemberLost: a shard server is missing, or was lost before it had written its files.
+            Misuse: there is nothing to save.
+            InvalidRequest: `uri`, `extra_json` or `states` is malformed.
+            Busy: another one is being written.
 
         After an error: there may be files at `uri`, but without a manifest they are not a checkpoint.
         """
@@ -259,6 +276,8 @@ class Calls(ABC):
         Raises:
             CheckpointError: it cannot be read. If the manifest shows that, nothing has changed.
             InvalidRequest: it was saved from other models.
+            Misuse: no worker has registered a layout yet.
+            Busy: the shard servers have no memory for it; nothing has changed.
 
         After an error: after `Broken` or `Timeout` the restore may still go on; `status` shows it.
         """

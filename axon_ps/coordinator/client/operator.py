@@ -43,6 +43,9 @@ class OperatorClient(Calls):
         security: TLS and token.
         job: name of the job; empty = the coordinator's.
         retries: whether calls are retried until their deadlines if that is safe; otherwise they fail at once.
+
+    Raises:
+        ConfigurationError: an address is malformed.
     """
 
     def __init__(self, address: str, *, security: Security, job: str = "", retries: bool = False) -> None:
@@ -106,6 +109,7 @@ class OperatorClient(Calls):
 
         Raises:
             InvalidRequest: there is no such member, or it has no credentials of its own that could be revoked.
+            Busy: too many names are revoked.
         """
         request = revocation_pb2.RevokeRequest(context=self.context(), target=target, reason=reason)
         reply: revocation_pb2.RevokeReply = await self._call(

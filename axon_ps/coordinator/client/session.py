@@ -137,6 +137,9 @@ class CoordinatorClient(Calls):
         connectivity: the findings of probes, for the coordinator.
         tracer: this member's spans; those that the coordinator orders are sent to it.
         revocations: the names that the servers of this process refuse; gets the job's revoked names.
+
+    Raises:
+        ConfigurationError: an address is malformed.
     """
 
     def __init__(
@@ -204,7 +207,7 @@ class CoordinatorClient(Calls):
 
     @property
     def job_state(self) -> JobState | None:
-        """The newest state of the job; None before the first."""
+        """The newest state of the first model; None before the first."""
         return self._delivery.job_state
 
     # ------------------------------------------------------------------ start and close
@@ -213,10 +216,10 @@ class CoordinatorClient(Calls):
         """Join; return when rank, membership and job state are known.
 
         Raises:
-            Unreachable: there was no answer in time.
+            Broken: no leader answered in time (`Unreachable`, `NotLeader`).
             Busy: no rank became free in time.
             PermissionDenied: wrong job name or token.
-            InvalidRequest: the rank is taken, or the join request is invalid.
+            InvalidRequest: the coordinator refuses the request: the rank is taken, for example.
             Misuse: it was started before.
 
         After an error: we are not a member; `close` and make another client to try again.

@@ -14,7 +14,7 @@ Note: [Joining together]
 
 Invariants: the generation only grows; a step of a model is decided at most once, in ascending order (where replicas
 step asynchronously it gets its number when it is decided); its version grows by one with every commit and changes
-otherwise only when a checkpoint is restored.
+otherwise only when its values are replaced.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Barriers:
             self._out.reply(call, Timeout(f"{_waiting(key[0], missing[key])} after {waited_s:g} s"))
 
     def next_deadline(self) -> float:
-        """Return the time at which the next call times out or deadlocked barrier fails."""
+        """Return the time at which the next call times out, or the next deadlocked barrier fails."""
         return min((self._waiting.next_deadline(), *(b.fails_s for b in self._barriers.values())))
 
     def pending(self, membership: Membership) -> list[str]:

@@ -4,8 +4,8 @@ The calls of a member end with its membership. The bounds are:
 
     a key                  1 to 512 bytes
     a value                at most 1 MiB
-    keys                   at most `MAX_KEYS`
-    all keys and values    at most `MAX_TOTAL_BYTES`; `RESERVED_BYTES` more for the coordinator itself
+    keys                   at most `MAX_KEYS`; twice as many with those of `put_own`
+    all keys and values    at most `MAX_TOTAL_BYTES`; `RESERVED_BYTES` more for `own` values, thrice for `put_own`
     waiting calls          at most `MAX_WAITERS`; of one caller at most `waiting.MAX_PER_CALLER`
     the wait of a call     at most `waiting.MAX_WAIT_S`
 """
@@ -38,7 +38,7 @@ class KVResult:
     """The result of an operation.
 
     Attributes:
-        found: whether the key existed; compare-and-set: whether the value was stored.
+        found: get, wait and delete: whether the key existed; compare-and-set: whether the value was stored; else True.
         value: the value present after the operation.
         sum: add: the sum.
     """
@@ -87,7 +87,12 @@ class KeyValues:
         return sorted(key for key in self._values if key.startswith(prefix))
 
     def put_own(self, values: Mapping[str, bytes]) -> None:
-        """Store values of the coordinator, all or none; it has capacity of its own, twice that of a job."""
+        """Store values of the coordinator, all or none; its bounds are in the docstring of this module.
+
+        Raises:
+            InvalidRequest: a key or a value is too long.
+            Busy: the store is full.
+        """
         added = 0
         for key, value in values.items():
             _check(key, value)
@@ -129,6 +134,7 @@ class KeyValues:
 
         Raises:
             InvalidRequest: the stored value is not an integer, or the sum has more than 64 bits.
+            Busy: the store is full.
         """
         _check_key(key)
         present = self._values.get(key, b"0")

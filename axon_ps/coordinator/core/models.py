@@ -65,8 +65,8 @@ class Model:
         committed: the newest values that were committed with its steps, by name.
         stored_bytes: of its layout and optimizer.
         hyper: per parameter group, the hyperparameters of the newest step that committed; empty = as registered.
-        refused: the newest steps in a row that were aborted because of the votes.
-        restored: the optimizer of the checkpoint that the values are from; None = they are from none.
+        refused: the number of newest steps in a row that were aborted because of the votes.
+        restored: the optimizer of the checkpoint that the values are from; None = from none since our start.
     """
 
     def __init__(self, number: int, durable: DurableModel, num_shards: int) -> None:

@@ -16,8 +16,9 @@ Note: [Who comes back]
     members. It is also refused for a pause that doubles each time, since perhaps only the others do not reach it.
 
 Note: [Shown to work]
-    A shard server that joins gets no slices, so that no step depends on it, until it has reached each server that holds
-    some and each of these has reached it. Servers of older builds report nothing, and no report of theirs is needed.
+    A shard server that joins gets no slices at first, so that no step depends on it. It gets some when it and each
+    server that holds slices have reached each other. Servers of older builds report nothing, and no report of theirs is
+    needed.
 """
 
 from __future__ import annotations
@@ -141,7 +142,10 @@ class Reachability:
             del self._refused[next(iter(self._refused))]
 
     def check(self, role: Role, request: JoinRequest, now: float) -> None:
-        """Refuse a joiner that does not reach a member, or was removed a moment ago since a member did not reach it."""
+        """Refuse a joiner that does not reach a member, or was removed a moment ago since a member did not reach it.
+
+        A shard server is not refused while the membership is incomplete.
+        """
         roster = self._assembly.roster
         theirs = request.connectivity
         named = frozenset[str]() if theirs is None else theirs.unreachable

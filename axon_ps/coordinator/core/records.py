@@ -6,6 +6,7 @@ Values are messages of `wire.v1`, except for those of the key-value store, which
     members      MembersRecord: the newest membership, and whether the job ever was complete
     models       ModelsRecord: names of the models by number, and the next number
     orders       SnapshotOrder: only the number of the newest
+    revocations  RevocationsEvent: the revoked names, with reasons
     kv/KEY       the key-value store
 
     of the first model; of model K, each key begins with "model/K/":
@@ -54,7 +55,7 @@ class ParameterState:
         holders: per shard server rank, the incarnation that holds its slices.
         uploader: incarnation of the worker that is to upload first values.
         restore: the restore in progress.
-        failure: the reason for which the last restore failed, as text.
+        failure: the reason why its values cannot be used, as text: a restore or memory failed.
         copied: the newest version of this epoch that took another model's values; 0 = none.
         placement: where its slices are; None until it is registered.
         replaced: whether its values ever came from another source than a worker's first values and steps from these.
@@ -188,7 +189,7 @@ def spec_record(model: int, spec: JobSpec) -> Record:
 
 
 def optimizer_record(model: int, optimizer: OptimizerSpec) -> Record:
-    """Return the record of the optimizer's groups."""
+    """Return the record of the optimizer."""
     return _record(_of(model, "optimizer"), codec.optimizer_to_proto(optimizer))
 
 

@@ -1,6 +1,7 @@
 """The registration of a model: its layout and optimizer. Pure.
 
-The worker of lowest rank defines both, and every other worker must agree (see `first_values`).
+The layout is that of the worker of lowest rank (see `first_values`), the optimizer the first that is registered. Every
+other worker must agree.
 """
 
 from __future__ import annotations

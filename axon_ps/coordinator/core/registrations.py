@@ -52,7 +52,7 @@ class Registrations:
         models: the models.
         members: joins, leaves and losses.
         snapshots: the checkpoint being written.
-        restores: which servers hold which parameters.
+        restores: the holders of all parameters.
         out: gets the records to write and the events to send.
     """
 
@@ -169,7 +169,7 @@ class Registrations:
 
         Raises:
             InvalidRequest: it has another name.
-            Busy: a checkpoint is being written, and the model is to be in it.
+            Busy: a checkpoint is being written.
         """
         self._callers.check_takes_away(caller)
         model = self._models.get(number)

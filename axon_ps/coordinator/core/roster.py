@@ -34,7 +34,7 @@ class RosterEntry:
         metrics: those of its newest heartbeat.
         known: the optimizers and compressors of a shard server, if it lists them.
         memory: of a shard server, as reported when it joined; None = not reported.
-        participated: whether a worker has taken part in a step that counted.
+        participated: whether a step was decided by the votes of workers, this one among them.
         full: whether a shard server has reported that it has no memory for more.
         credentials: ids of the credentials with which it joined.
         makes_itself: whether it can make itself other credentials.

@@ -2,8 +2,9 @@
 
 An event is a method that returns the actions it causes, in order: a method of `CoordinatorState`, or of its
 `registrations`, `snapshots`, `restores` and `revocations`. `Persist`, if there is one, comes first, so nothing is
-announced that is not durable. An event that must be refused raises, and has changed nothing. The time is passed in and
-only ever compared. Events of a session whose member is lost are ignored. `coordinator.core` lists its components.
+announced that is not durable. An event that must be refused raises, and has changed at most a lease. A call also raises
+the errors of `access.callers`. The time is passed in and only ever compared. Events of a session whose member is lost
+are ignored. `coordinator.core` lists its components.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class CoordinatorState:
         history: what has happened in the job.
 
     Raises:
-        ConfigurationError: the records are of another job, or of one with another number of shard servers.
+        ConfigurationError: the records are not a coordinator's, or are of another job or number of shard servers.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class CoordinatorState:
         Raises:
             PermissionDenied: it names another job.
             InvalidRequest: its version of axon_ps is incompatible with this one; it was a member under another state
-                than this one; its rank is taken, its world size is not the job's, or a shard server does not know an
-                optimizer or a compressor of the job.
-            Busy: the job has no rank for it.
+                than this one; its rank is taken or does not exist, its world size is not the job's, or a shard server
+                does not know an optimizer or a compressor of the job.
+            Busy: the job has no rank for it, or it may not join yet (`admission`, `reachability`).
         """
         if request.job != self.config.job:
             raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {request.job!r}")
@@ -208,7 +209,7 @@ class CoordinatorState:
         return self._out.take()
 
     def vote(self, sessions: Sequence[int], vote: Vote, now: float) -> list[Action]:
-        """Count the same vote of several workers, which have pushed everything of a step.
+        """Count the same vote of several workers on a step.
 
         Votes of another step or generation, and second ones, are ignored.
         """

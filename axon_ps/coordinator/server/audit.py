@@ -103,7 +103,7 @@ class AuditLog:
             self._lose(f"{MAX_QUEUED} lines wait for the disk")
 
     def close(self) -> None:
-        """Write the queued lines, within `CLOSE_S` seconds, and end. Harmless when repeated."""
+        """Write the queued lines, within twice `CLOSE_S`, and end. Harmless when repeated."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._lines.put(None, timeout=CLOSE_S)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ArgumentT = TypeVar("_ArgumentT")
 
 _WRITTEN = "axon_ps/checkpoints/written"
-"""Key under which the job stores the URI of its first complete checkpoint."""
+"""Key under which the job stores the URI of a complete checkpoint."""
 
 _logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ class SharedCalls(Generic[T]):
 
 
 class CheckpointCalls:
-    """The checkpoints that callers order; see `CoordinatorState.save`, `restore` and `replace`.
+    """The checkpoints that callers order; see `Snapshots.save`, `Restores.restore` and `Restores.replace`.
 
     Args:
         shell: performs the orders, and has the log of them.

@@ -1,4 +1,4 @@
-"""The manifests of checkpoints, read and written by the coordinator. Shard servers read and write all other files.
+"""The manifests and attachments of checkpoints, read and written by the coordinator. Shard servers do so with slices.
 
 Blocking I/O: call it in a thread.
 """
@@ -232,7 +232,7 @@ def complete(
 
     Raises:
         CheckpointError: it cannot be written; then the files are not a checkpoint.
-        AxonError: the error of a shard server that could not write its file; those of the others have been removed.
+        AxonError: the error of a shard server that could not write its file; the others' files are removed if possible.
     """
     from axon_ps.storage.manifest import FileEntry, Manifest, discard, write_attached, write_manifest
 

@@ -282,7 +282,11 @@ async def _learn(shell: Shell, context: ServerCall, role: Role, why: str) -> Non
 
 
 async def first_message(context: ServerCall, what: str) -> Any:
-    """Return the first message of a stream, or `EOF`."""
+    """Return the first message of a stream, or `EOF`.
+
+    Raises:
+        Broken: the stream stayed silent for `JOIN_S` seconds.
+    """
     try:
         async with asyncio.timeout(JOIN_S):
             return await context.read()

@@ -1,4 +1,4 @@
-"""Registrations of models. The first registration of a job that resumes comes with the manifest of its checkpoint."""
+"""Registrations of models. In a job that resumes, a model's first layout comes with the manifest of the checkpoint."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class CoordinatorServicer:
     Attributes:
         feed: the same.
         checkpoints: the calls that write and load checkpoints.
-        has_registered: whether a model was registered under this leader.
+        has_registered: whether a registration has succeeded under this leader.
     """
 
     def __init__(self, shell: Shell, feed: Feed, revocations: auth.Revocations | None = None) -> None:
@@ -92,7 +92,7 @@ class CoordinatorServicer:
         return self._shell.audit
 
     def refused(self, path: str, credentials: auth.Credentials, peer: str, error: AxonError) -> None:
-        """Record a call that the caller's role does not allow."""
+        """Record a call that the caller's role does not allow, if its method changes a job."""
         if path in CHANGES_A_JOB:
             refused(self, short(path), credentials, peer, error)
 

@@ -99,7 +99,7 @@ class MemberSession:
         self._open = True
 
     def send(self, event: bytes) -> bool:
-        """Queue an encoded `SessionEvent`; return False when the queue is full."""
+        """Send or queue an encoded `SessionEvent`; return False if neither is possible."""
         if self._send_soon is not None:
             return not self._open or self._send_soon(event)
         if self._open and self._events.qsize() >= QUEUE_EVENTS:
@@ -301,10 +301,11 @@ class Shell:
         self._announced.clear()
 
     async def failed(self) -> None:
-        """Wait until the store fails permanently, or another coordinator is to lead.
+        """Wait until this leadership is over.
 
         Raises:
             NotLeader: we lead no more.
+            StateLearned: a newer state was learned.
             AxonError: the error of the store.
         """
         while not self._failed.done():

@@ -26,7 +26,7 @@ class Switch:
     """The coordinator's service for gRPC: the methods of a servicer while this coordinator leads, else refusals.
 
     Args:
-        store: knows if we lead.
+        store: its `leads` returns True while we lead.
 
     Attributes:
         servicer: of the present leadership; None while we stand by.

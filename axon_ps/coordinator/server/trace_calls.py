@@ -51,7 +51,7 @@ class TraceCalls:
 
         Raises:
             InvalidRequest: there is no such model, the first step has begun, or the request exceeds a limit.
-            Timeout: no spans were recorded: the steps did not begin, or are not over, in time.
+            Timeout: the steps did not begin, or are not over, in time, or another trace took all of it.
         """
         if not 0 < request.timeout_s <= MAX_TIMEOUT_S or not 1 <= request.steps <= MAX_STEPS:
             raise InvalidRequest(

@@ -23,7 +23,7 @@ class Callers:
 
     Args:
         job: the name of the job.
-        assembly: knows its members.
+        assembly: its members.
     """
 
     def __init__(self, job: str, assembly: Assembly) -> None:

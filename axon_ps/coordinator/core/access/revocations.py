@@ -34,8 +34,8 @@ class RevocationList:
 
     Args:
         callers: finds the members among callers.
-        assembly: knows the members.
-        members: ends them.
+        assembly: the members.
+        members: removes them.
         out: gets the events to send.
     """
 
@@ -56,7 +56,7 @@ class RevocationList:
         `call` gets a `RevokeReply`.
 
         Raises:
-            InvalidRequest: there is no such member, it has no credentials of its own, or name or reason are malformed.
+            InvalidRequest: there is no such member, it has no credentials of its own, or name or reason is malformed.
             Busy: too many names are revoked.
         """
         self._callers.check_takes_away(caller)

@@ -105,7 +105,7 @@ class Restores:
         return self._out.take()
 
     def replace(self, call: int, now: float, name: str) -> list[Action]:
-        """Have a worker upload other values of a model, as `restore` does those of a checkpoint."""
+        """Have a worker upload other values of a model; the reply and the errors are those of `restore`."""
         model = self._models.named(name)
         version = 0 if model is None else model.version
         return self.restore(call, [Resume(uri=UPLOADED, version=version, model=name)], now)

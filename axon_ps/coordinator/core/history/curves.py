@@ -19,7 +19,7 @@ Point = tuple[float, float, float]
 
 
 class Curve:
-    """One curve: means of `stride` points each, and of those that came since."""
+    """One curve: means of `stride` points each, and the points that came since."""
 
     def __init__(self) -> None:
         self._points: list[Point] = []

@@ -26,7 +26,7 @@ class JobStatus:
         models: the models.
         kv: has the report of the training script.
         comeback: the members that have not come back since the coordinator's restart.
-        history: knows rates and phase.
+        history: has rates and phase.
         pending: returns the reasons for which the job waits at a time, as text; empty ones do not count.
     """
 

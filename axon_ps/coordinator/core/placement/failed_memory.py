@@ -1,7 +1,7 @@
 """Memory of shard servers that failed: another copy replaces the slice, or its values must be restored. Pure.
 
-A server finds failed memory by digests (`shard.core.digests`). What a server does not find itself, the others do: the
-copies of a slice are compared in every step, and the majority counts (`steps.decision`).
+A server finds failed memory by digests (`shard.core.digests`). The copies of a slice are also compared in every step,
+and the majority counts (`steps.decision`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class SliceHolders:
         num_shards: shard servers of the job.
 
     Attributes:
-        owners: shard servers that hold trainable slices; a step needs their reports.
+        owners: shard servers that hold or receive trainable slices; a step needs their reports.
         out_of_memory: by rank, the reason why a shard server cannot hold its slices.
     """
 

@@ -272,7 +272,7 @@ class _Planner:
         return None
 
     def _may(self, h: Holders, source: int, target: int) -> bool:
-        """Return True if a slice would be on as many nodes as before after a move."""
+        """Return True if a slice would be on at least as many nodes as before after a move."""
         moved = (target if rank == source else rank for rank in h.complete)
         return self._nodes_of(moved) >= self._nodes_of(h.complete)
 

@@ -104,7 +104,8 @@ class Tally:
     def is_complete(self, workers: Collection[int], owners: Iterable[int]) -> bool:
         """Return True if every worker has voted and every owner is ready.
 
-        Owners do not report on a step that takes another model's values; it aborts if a worker pushes gradients.
+        Owners are not awaited if a vote is withdrawn. They do not report on a step that takes another model's values;
+        it aborts if a worker pushes gradients.
         """
         if any(vote.withdrawn for vote in self.votes.values()):  # each worker's loop goes on behind the same attempt
             return all(w in self.votes for w in workers)

@@ -42,10 +42,10 @@ class Stepping:
         models: the models of the job.
         roster: the members that get the decisions.
         out: gets the records to write and the events to send.
-        disturbed: whether the members have changed since the job was complete for the first time.
+        disturbed: whether the members may have changed since the job was complete for the first time.
 
     Attributes:
-        counters: steps by outcome, copies, staleness.
+        counters: those of the job, by name: steps by outcome, copies, staleness, joins and others.
         membership: that of the current generation.
         ending: called before a decision on a step of all replicas is sent; returns the generation that is to begin with
             the next step, 0 for none. See `core.members`, Note: [Between two steps].

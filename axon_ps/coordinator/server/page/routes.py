@@ -33,7 +33,7 @@ def page_routes(switch: Switch) -> list[Route]:
     """Return the routes of the page.
 
     Args:
-        switch: knows the servicer, if this coordinator leads.
+        switch: has the servicer, if this coordinator leads.
     """
 
     def leading() -> CoordinatorServicer:
