@@ -4,8 +4,8 @@ Note: [Exactly once]
     The number of samples used in the epoch is committed with the step that used them (`ServerOptimizer.step`). The
     samples of the next step and their assignment to workers follow from that number and from the members alone
     (`data.elastic`). A step counts only among the members that its samples were dealt to. If the members have changed,
-    the step is void before anything of it is sent. So only decided steps move the position, and all workers deal alike
-    without messages to each other. A worker that joins or restores a checkpoint deals as the others do.
+    the step is void before anything of it is sent. So only a commit or a skip moves the position, and all workers deal
+    alike without messages to each other. A worker that joins or restores a checkpoint deals as the others do.
 
 Note: [Between decisions]
     The program takes batches until it calls `optimizer.step()`. A step that was aborted has used none of the batches
@@ -135,7 +135,7 @@ class ElasticLoader:
 
     @property
     def position(self) -> Position:
-        """The position at which the next step begins, after the last decided one."""
+        """The position at which the next step begins, after the last commit or skip."""
         return self._plan.current(self._read(self._runtime.committed))
 
     @property
@@ -181,7 +181,7 @@ class ElasticLoader:
         return self._batches(self._iteration)
 
     def close(self) -> None:
-        """Forget the batches given since the last decision, and end the loader's workers."""
+        """Forget the batches given since the last decision; the loader's workers end, unless they are persistent."""
         if self._is_undecided:
             self._runtime.accumulation.batch = None
         self._given = []

@@ -38,6 +38,9 @@ def weight_tensors(weights: Weights, device: torch.device | str | None = None) -
     Args:
         weights: one version, from a subscription.
         device: the device of the tensors; None = the CPU.
+
+    Raises:
+        InvalidRequest: `weights` is not from a subscription.
     """
     for name, array in _checked(weights).parameters.items():
         yield name, _tensor(array).to(device)
@@ -145,7 +148,7 @@ class WeightReceiver:
 
 
 def update_weights(rpc: RPC, timeout_s: float = 600.0) -> int:
-    """Have all workers of an engine load one version, the newest that all can get, and return it.
+    """Have all workers of an engine load the same version, their newest or a later one, and return it.
 
     Args:
         rpc: the engine's `collective_rpc`; its workers are `WeightReceiver`s that have subscribed.

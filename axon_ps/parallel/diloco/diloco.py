@@ -88,6 +88,7 @@ class DiLoCo:
     Raises:
         LayoutMismatch: another worker registered another module, `inner_steps` or outer optimizer.
         InvalidRequest: the module cannot be divided into units, or a setting is out of range.
+        Timeout: the servers got no first values, or a shard server did not answer in time.
     """
 
     def __init__(

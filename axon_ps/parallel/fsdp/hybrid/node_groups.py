@@ -19,7 +19,7 @@ GRACE_S: Final = 2.0
 
 
 class NodeGroups(Protocol):
-    """The groups and clients that `NodeSteps` works with.
+    """The groups that `NodeSteps` works with.
 
     Attributes:
         data: the workers of the node.

@@ -105,7 +105,7 @@ class ReplicatedUnit(FlatUnit):
             param.data = view
 
     def unshard(self) -> None:
-        """Copy the masters for use, if the module computes with a copy; stage gradients of the masters."""
+        """Copy the masters for use, if the module computes with a copy; set the masters' gradients aside."""
         self.take_over()
         if self.is_current:
             return

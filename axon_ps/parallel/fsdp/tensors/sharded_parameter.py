@@ -103,7 +103,7 @@ def states_of(plain: type[nn.Parameter]) -> States:
     """Return the classes of a parameter while its unit is sharded, and while it is unsharded.
 
     Args:
-        plain: the class it was made with; either of the two gives the same two.
+        plain: the class it was made with, or either of the two.
     """
     if issubclass(plain, _OfServers):
         plain = plain.__mro__[plain.__mro__.index(_OfServers) + 1]
