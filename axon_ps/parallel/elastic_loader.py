@@ -71,8 +71,8 @@ class ElasticLoader:
         drop_last: leave out the end of an epoch if it is less than a step's batch; if not, the last step is smaller.
         name: name of the position among the values that are committed with the model's steps.
         options: those of `torch.utils.data.DataLoader` for fetching samples: `num_workers`, `collate_fn`,
-            `pin_memory`, `persistent_workers` (loader workers are started again when the members change, which takes
-            seconds where they are spawned) and so on.
+            `pin_memory`, `persistent_workers` (without it loader workers are started again when the members change;
+            spawning takes seconds) and so on.
 
     Attributes:
         samples: indices in the data set of the last batch given; empty if that batch counts for nothing, since the data
@@ -170,8 +170,8 @@ class ElasticLoader:
         """Yield the batches of this worker until the end of the epoch; see Note: [Between decisions].
 
         Raises:
-            Misuse: a later iteration had begun before this one was continued; or a batch of another loader is pending
-                for the model's step.
+            Misuse: a later iteration had begun before this one was continued; a batch of another loader is pending for
+                the model's step; or a batch that counts for nothing follows batches whose gradients are accumulated.
             InvalidRequest: the job's position is of another data set.
             StepAborted: the step was aborted again and again while the members stayed; the message says why.
             Timeout: the job is not complete; the message says what is missing.

@@ -104,6 +104,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             InvalidRequest: a parameter is in another group, or not of the wrapped model.
             Misuse: replicas step asynchronously, another optimizer of this model was made since, or a parameter has
                 gradients that `zero_grad()` left.
+            Busy: the shard servers have no memory for the group's moments.
         """
         _add_param_group(self, param_group)
         if self._runtime is not None:

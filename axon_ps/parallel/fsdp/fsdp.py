@@ -314,7 +314,7 @@ class FullyShardedDataParallel(ModuleWrapper):
     # ------------------------------------------------------------------ by hand
 
     def gather_parameters(self) -> None:
-        """Unshard every parameter, as `summon_full_params()` does, until `reshard_parameters()`, a forward or a backward.
+        """Unshard parameters, as `summon_full_params()` does, until `reshard_parameters()`, a forward or a backward.
 
         Raises:
             Misuse: a forward is under way.

@@ -123,6 +123,7 @@ class NodeSteps:
 
         Raises:
             MemberLost: no worker came, and the job goes on without this node.
+            Timeout, AxonError: as of `WorldNodeGroups.form`.
 
         After an error: the workers of the node do not agree; build the model again.
         """

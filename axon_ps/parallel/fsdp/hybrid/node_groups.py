@@ -41,7 +41,7 @@ class WorldNodeGroups:
         size: number of workers of the node.
 
     Raises:
-        MemberLost: see `form`.
+        MemberLost, Timeout: see `form`.
     """
 
     data: ProcessGroup

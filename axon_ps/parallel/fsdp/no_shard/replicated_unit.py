@@ -46,7 +46,7 @@ class ReplicatedUnit(FlatUnit):
     """One unit that every worker has in full.
 
     Args:
-        rest: as for `FlatUnit`.
+        index, wrapped, wrapping: as for `FlatUnit`.
 
     Note: [Values that the user sets]
         Parameters are views of the masters, so a change of one in place is in the master. `param.data = t`

@@ -8,8 +8,8 @@ Note: [Saved parameters]
     are saved as they are, with the check for changes in place that autograd makes without hooks.
 
     If other hooks are below these on PyTorch's stack (activation checkpoints, `save_on_cpu`), they get all other
-    tensors. A backward that makes a graph (`create_graph=True`) saves tensors without hooks, so the units that it reads are held
-    until the step has ended or gradients are dropped.
+    tensors. A backward that makes a graph (`create_graph=True`) saves tensors without hooks, so the units that it reads
+    are held until the step has ended or gradients are dropped.
 """
 
 from __future__ import annotations

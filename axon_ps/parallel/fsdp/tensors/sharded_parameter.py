@@ -62,7 +62,7 @@ class ShardedValue(_Sharded, Tensor):  # type: ignore[misc]
 
 
 class _OfServers:
-    """`param.grad` and `param.data` of a parameter whose gradient may have been sent, and whose values are servers'."""
+    """`param.grad` and `param.data` of a parameter of the servers, whose gradient may have been sent."""
 
     _axon_home: Home
 
