@@ -386,7 +386,11 @@ class ServerOptimizer(torch.optim.Optimizer):
 
 
 def owner_of(groups: list[dict[str, Any]]) -> FullyShardedDataParallel:
-    """Return the wrapped model that the parameters of these groups belong to."""
+    """Return the wrapped model that the parameters of these groups belong to.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
     for group in groups:
         for param in group["params"]:
             home: Home | None = getattr(param, "_axon_home", None)

@@ -123,6 +123,9 @@ class WeightReceiver:
 
         Returns:
             The version pulled, or -1 if the model is past it.
+
+        Raises:
+            InvalidRequest: there is no subscription.
         """
         if self._subscription is None:
             raise InvalidRequest("there is no subscription; call subscribe_weights first")
@@ -133,7 +136,11 @@ class WeightReceiver:
         return self._fetched.version
 
     def load_fetched_weights(self) -> int:
-        """Load the fetched version into the engine's model, and return it."""
+        """Load the fetched version into the engine's model, and return it.
+
+        Raises:
+            InvalidRequest: no version was fetched.
+        """
         if self._fetched is None:
             raise InvalidRequest("no version was fetched; call fetch_weights first")
         fetched, self._fetched = self._fetched, None

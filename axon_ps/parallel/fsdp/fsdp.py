@@ -245,7 +245,7 @@ class FullyShardedDataParallel(ModuleWrapper):
 
         Raises:
             Busy: a checkpoint is being written.
-            GenerationChanged, Timeout: as of `World.barrier`; nothing has changed then.
+            GenerationChanged, Timeout, Disagreement: as of `World.barrier`; nothing has changed then.
 
         After an error: the model may be gone; releasing it again is harmless.
         """
