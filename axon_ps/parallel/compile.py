@@ -1,4 +1,4 @@
-"""Functions and classes that torch.compile leaves alone: they talk to other ranks."""
+"""Functions and classes that torch.compile leaves alone, since they make calls to other ranks."""
 
 from __future__ import annotations
 

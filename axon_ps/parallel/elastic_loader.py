@@ -4,8 +4,8 @@ Note: [Exactly once]
     The number of samples used in the epoch is committed with the step that used them (`ServerOptimizer.step`). The
     samples of the next step and their assignment to workers follow from that number and from the members alone
     (`data.elastic`). A step counts only among the members that its samples were dealt to. If the members have changed,
-    the step is void before anything of it is sent. So only decided steps move the position, and all workers deal alike
-    without messages to each other. A worker that joins or restores a checkpoint deals as the others do.
+    the step is void before anything of it is sent. So only a commit or a skip moves the position, and all workers deal
+    alike without messages to each other. A worker that joins or restores a checkpoint deals as the others do.
 
 Note: [Between decisions]
     The program takes batches until it calls `optimizer.step()`. A step that was aborted has used none of the batches
@@ -71,8 +71,8 @@ class ElasticLoader:
         drop_last: leave out the end of an epoch if it is less than a step's batch; if not, the last step is smaller.
         name: name of the position among the values that are committed with the model's steps.
         options: those of `torch.utils.data.DataLoader` for fetching samples: `num_workers`, `collate_fn`,
-            `pin_memory`, `persistent_workers` (loader workers are started again when the members change, which takes
-            seconds where they are spawned) and so on.
+            `pin_memory`, `persistent_workers` (without it loader workers are started again when the members change;
+            spawning takes seconds) and so on.
 
     Attributes:
         samples: indices in the data set of the last batch given; empty if that batch counts for nothing, since the data
@@ -135,7 +135,7 @@ class ElasticLoader:
 
     @property
     def position(self) -> Position:
-        """The position at which the next step begins, after the last decided one."""
+        """The position at which the next step begins, after the last commit or skip."""
         return self._plan.current(self._read(self._runtime.committed))
 
     @property
@@ -170,8 +170,8 @@ class ElasticLoader:
         """Yield the batches of this worker until the end of the epoch; see Note: [Between decisions].
 
         Raises:
-            Misuse: a later iteration had begun before this one was continued; or a batch of another loader is pending
-                for the model's step.
+            Misuse: a later iteration had begun before this one was continued; a batch of another loader is pending for
+                the model's step; or a batch that counts for nothing follows batches whose gradients are accumulated.
             InvalidRequest: the job's position is of another data set.
             StepAborted: the step was aborted again and again while the members stayed; the message says why.
             Timeout: the job is not complete; the message says what is missing.
@@ -181,7 +181,7 @@ class ElasticLoader:
         return self._batches(self._iteration)
 
     def close(self) -> None:
-        """Forget the batches given since the last decision, and end the loader's workers."""
+        """Forget the batches given since the last decision; the loader's workers end, unless they are persistent."""
         if self._is_undecided:
             self._runtime.accumulation.batch = None
         self._given = []

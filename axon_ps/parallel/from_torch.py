@@ -102,8 +102,8 @@ class MovedOptimizer(ServerOptimizer):
         torch would apply them again; a warning says so.
 
         Raises:
-            StepAborted: a worker has left; or the parameters were replaced meanwhile (all servers of a slice died, and
-                the servers went on from a checkpoint); or attempt after attempt was aborted.
+            StepAborted: a worker has left or joined; or the parameters were replaced meanwhile (all servers of a slice
+                died, and the servers went on from a checkpoint); or attempt after attempt was aborted.
         """
         assert self._original is not None
         self._opt_called = self._original._opt_called = True  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ class MovedOptimizer(ServerOptimizer):
         return result
 
     def _check_workers(self) -> None:
-        """Raise if a worker has left: the framework's process group does not survive that.
+        """Raise if a worker has left or joined: the framework's process group does not survive that.
 
         The replacement makes a new group, and waits in it for the workers that start again. So no worker may wait for
         its vote.

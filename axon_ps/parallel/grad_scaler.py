@@ -55,7 +55,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             InvalidRequest: the optimizer is not of a wrapped model.
             Misuse: `update()` was not called after its last step; or the gradients are not of a loss that was scaled,
-                or were scaled by another number.
+                or were scaled by another number; or the optimizer, which has stepped then, is not ours.
         """
         if id(optimizer) in self._stepped:
             raise Misuse("step() was called twice; call update() after each step")
@@ -74,7 +74,11 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Lower the scale after a skipped step, raise it after many that were not."""
+        """Lower the scale after a skipped step, raise it after many that were not.
+
+        Raises:
+            Misuse: there was no `step()` before it.
+        """
         if not self._stepped:
             raise Misuse("update() was called without a step() before it")
         skipped, self._skipped = self._skipped, []

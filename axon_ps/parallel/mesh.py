@@ -151,8 +151,8 @@ class Mesh:
             The shard, in memory of its own if anything changed.
 
         Raises:
-            InvalidRequest: a placement is none of these, or this rank's shard is not of the shape it should have; the
-                other ranks of the axis get the error too.
+            InvalidRequest: a placement is none of these; or this rank's shard is not of the shape it should have, an
+                error that the other ranks of the first collective get too.
             Disagreement: the ranks gave different things.
 
         After an error: see `ProcessGroup`.

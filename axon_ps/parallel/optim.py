@@ -3,8 +3,8 @@
 `param_groups` hold the hyperparameters that the next step will use, so torch's LR schedulers work on them unchanged;
 the program's own keys stay in them. A model has one optimizer at a time. A later one replaces the earlier one with its
 first step, and its moments begin anew, as torch's do.
-`step()` sends the remaining gradients, votes, and returns the decision. State (moments, momentum) never
-exists on a worker: `state` is empty, and checkpoints are written by the servers.
+`step()` sends the remaining gradients, votes, and returns the decision. Except under NO_SHARD, state (moments,
+momentum) is never on a worker, and checkpoints are written by the servers.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             is unknown, out of range or not possible on servers.
         LayoutMismatch: another worker made another optimizer.
         Misuse: the model has an optimizer already, and its replicas step asynchronously.
+        Busy: it has one, and the shard servers have no memory for the moments of another.
     """
 
     def __init__(self, params: Params, name: str, **hyper: Any) -> None:
@@ -101,7 +102,9 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Raises:
             InvalidRequest: a parameter is in another group, or not of the wrapped model.
-            Misuse: replicas step asynchronously, or another optimizer of this model was made since.
+            Misuse: replicas step asynchronously, another optimizer of this model was made since, or a parameter has
+                gradients that `zero_grad()` left.
+            Busy: the shard servers have no memory for the group's moments.
         """
         _add_param_group(self, param_group)
         if self._runtime is not None:
@@ -125,7 +128,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> ServerState:
-        """An empty dict: moments are on the servers. Clearing it, or setting it to an empty one, begins them anew."""
+        """An empty dict: moments are elsewhere. Clearing it, or setting it to an empty one, begins them anew."""
         return self._state
 
     @state.setter
@@ -190,7 +193,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             Timeout: no decision came in time.
             Broken: the coordinator or a shard server is gone for good.
             Misuse: this process is a fork of a worker; NO_SHARD has no decision that `commit` could be part of;
-                another optimizer of this model was made since; or a `GradScaler` scaled the loss, and does not step.
+                another optimizer of this model was made since; a `GradScaler` scaled the loss, and does not step; the
+                last backward was broken off; or the gradients of the step before were not dropped.
             InvalidRequest: the values to commit are not JSON, or too large; or a value of a group is out of range.
             StepAborted: step after step is aborted because of the workers' votes: one of them has other values in
                 its groups, say. Every worker gets it, and the message names ranks, key and values.
@@ -382,7 +386,11 @@ class ServerOptimizer(torch.optim.Optimizer):
 
 
 def owner_of(groups: list[dict[str, Any]]) -> FullyShardedDataParallel:
-    """Return the wrapped model that the parameters of these groups belong to."""
+    """Return the wrapped model that the parameters of these groups belong to.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
     for group in groups:
         for param in group["params"]:
             home: Home | None = getattr(param, "_axon_home", None)
@@ -422,7 +430,7 @@ def _number(value: Any) -> Any:
 
 
 class Way(TypedDict, total=False):
-    """torch's choices of the way an update is computed. The servers have one way, so these change nothing."""
+    """torch's choices of the way an update is computed. The servers have one: these change nothing, or are refused."""
 
     foreach: bool | None
     fused: bool | None

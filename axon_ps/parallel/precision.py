@@ -32,8 +32,9 @@ class _TorchDType:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
-    """The dtypes in which a wrapped model computes and its values are sent. Masters and optimizer state are always f32.
+    """The dtypes in which a wrapped model computes and its values are sent.
 
+    On the servers masters and optimizer state are f32.
     Values may also be sent compressed, with error feedback: `Int8()` (or "int8") or `Int4()` (or "int4") both ways,
     `TopK(0.01)` (or "top_k") for gradients, or any other compressor or its name. See docs/compression.md.
 

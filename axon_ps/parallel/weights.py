@@ -38,6 +38,9 @@ def weight_tensors(weights: Weights, device: torch.device | str | None = None) -
     Args:
         weights: one version, from a subscription.
         device: the device of the tensors; None = the CPU.
+
+    Raises:
+        InvalidRequest: `weights` is not from a subscription.
     """
     for name, array in _checked(weights).parameters.items():
         yield name, _tensor(array).to(device)
@@ -120,6 +123,9 @@ class WeightReceiver:
 
         Returns:
             The version pulled, or -1 if the model is past it.
+
+        Raises:
+            InvalidRequest: there is no subscription.
         """
         if self._subscription is None:
             raise InvalidRequest("there is no subscription; call subscribe_weights first")
@@ -130,7 +136,11 @@ class WeightReceiver:
         return self._fetched.version
 
     def load_fetched_weights(self) -> int:
-        """Load the fetched version into the engine's model, and return it."""
+        """Load the fetched version into the engine's model, and return it.
+
+        Raises:
+            InvalidRequest: no version was fetched.
+        """
         if self._fetched is None:
             raise InvalidRequest("no version was fetched; call fetch_weights first")
         fetched, self._fetched = self._fetched, None
@@ -145,7 +155,7 @@ class WeightReceiver:
 
 
 def update_weights(rpc: RPC, timeout_s: float = 600.0) -> int:
-    """Have all workers of an engine load one version, the newest that all can get, and return it.
+    """Have all workers of an engine load the same version, their newest or a later one, and return it.
 
     Args:
         rpc: the engine's `collective_rpc`; its workers are `WeightReceiver`s that have subscribed.

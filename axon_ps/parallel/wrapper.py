@@ -65,7 +65,7 @@ class ModuleWrapper(nn.Module):
         return inside[key]
 
     def unwrap(self) -> nn.Module:
-        """Return the user's module; its parameters have values only inside `summon_full_params()`."""
+        """Return the user's module; values on the servers can be read only inside `summon_full_params()`."""
         return self.module
 
     def into_inner(self) -> nn.Module:

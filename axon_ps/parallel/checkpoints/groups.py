@@ -27,7 +27,11 @@ def with_groups(extra: Mapping[str, Any] | None, optimizer: torch.optim.Optimize
 
 
 def set_groups(optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> None:
-    """Set an optimizer's groups from a checkpoint: all keys, or the hyperparameters of its newest step."""
+    """Set an optimizer's groups from a checkpoint: all keys, or the hyperparameters of its newest step.
+
+    Raises:
+        CheckpointCorrupt: the groups in it are damaged.
+    """
     saved = own_state.from_plain(info.extra.get(_GROUPS))
     if saved is not None and not (isinstance(saved, list) and all(isinstance(values, dict) for values in saved)):
         raise CheckpointCorrupt(f"the parameter groups in {info.uri} are damaged: they are no list of objects")

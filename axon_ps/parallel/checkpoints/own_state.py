@@ -7,7 +7,7 @@ torch.distributed.checkpoint), `torch.Generator`s, and plain values. `state` is 
 `rank_state` of its own. Nothing is pickled: a worker's file has the tensors in safetensors, and the rest as JSON.
 
 Note: [Encoding]
-    JSON has lists, strings, numbers and objects with strings as keys. Everything else is an object with one key that
+    JSON has lists, strings, numbers and objects with strings as keys. Everything else is an object whose first key
     begins with "$": {"$tensor": 3}, {"$tuple": [...]}, {"$dict": [[key, value], ...]}. A function or a class is
     {"$kept": "its name"}: on load the object keeps its own.
 """
@@ -66,14 +66,14 @@ class RandomState:
 def save(
     uri: str, group: ProcessGroup, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None
 ) -> dict[int, FileEntry]:
-    """Write this worker's file; every worker of the group calls it, with the same of `state`.
+    """Write this worker's file; every worker of the group calls it, and the first worker's `state` counts.
 
     Returns:
         By rank, the file of each worker that has written one.
 
     Raises:
-        InvalidRequest: a value cannot be saved, or there is too much; on every worker.
-        CheckpointError: the file could not be written; on every worker.
+        InvalidRequest: a value cannot be saved, or there is too much; or another worker could not save its own.
+        CheckpointError: this worker's file could not be written.
     """
     if not _on_any(group, state is not None or rank_state is not None):
         return {}

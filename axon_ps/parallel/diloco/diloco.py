@@ -12,8 +12,7 @@ checkpoints are those of every step. The average is weighted by each worker's tr
 SGD); Douillard et al. 2023 (DiLoCo: AdamW inside, SGD with Nesterov momentum outside).
 
 Owns: the arguments, and the user's module and inner optimizer; `OuterSteps` makes the outer steps.
-Refuses: to touch the inner optimizer's state, which is this worker's own, and buffers (running statistics), which are
-not averaged.
+Refuses: to average the inner optimizer's state and buffers (running statistics): they are each worker's own.
 """
 
 from __future__ import annotations
@@ -88,6 +87,7 @@ class DiLoCo:
     Raises:
         LayoutMismatch: another worker registered another module, `inner_steps` or outer optimizer.
         InvalidRequest: the module cannot be divided into units, or a setting is out of range.
+        Timeout: the servers got no first values, or a shard server did not answer in time.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ class AbstractRuntime(Uncopied):
         raise NotImplementedError
 
     def _push(self, flat: FlatUnit) -> None:
-        """Give a unit's complete gradient to the other replicas."""
+        """Send a unit's complete gradient, to be averaged over the replicas."""
         raise NotImplementedError
 
     def save(

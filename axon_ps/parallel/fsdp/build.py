@@ -1,6 +1,6 @@
 """The parts of a wrapped model, by its strategy: options, first values, units, sources of parameters, the runtime.
 
-Only this module knows the source and the runtime of each strategy.
+Only here are the source and the runtime of each strategy chosen.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Init: TypeAlias = Callable[[nn.Module], None] | None
 def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[tuple[Wrapping, WrappedUnits]]:
     """Check the arguments against each other and the job; give the options, and the units of the module.
 
-    The model's name is claimed for it; if the block raises, the name is free again.
+    Except under NO_SHARD the model's name is claimed for it; if the block raises, the name is free again.
 
     Raises:
         Misuse, InvalidRequest: as of `FullyShardedDataParallel`.

@@ -13,9 +13,10 @@ Note: [Memory that comes and goes]
     (`sources._window`), which lives only while a gather is under way and the storage cannot be resized.
 
 Note: [Mapped units]
-    If the unit's server is on this host, `flat` is the server's own wire copy, mapped: gathering waits until it is at
-    the version wanted, and resharding makes it unreadable. Nothing is allocated or copied, and what autograd saved
-    stays valid. Another mapping comes only with another server, which has the same values at the same version.
+    If the unit's server is on this host and the unit has a `MappedSource`, `flat` is the server's own wire copy,
+    mapped: gathering waits until it is at the version wanted, and resharding makes it unreadable. Nothing is allocated
+    or copied, and what autograd saved stays valid. Another mapping comes only with another server, which has the same
+    values at the same version.
 
 Note: [States of a unit]
     The state of a unit (`UnitState`) says whether `flat` has values, and whether others are on their way, of a decided
@@ -447,7 +448,7 @@ class ModuleUnit:
         number: position in module order; 0 is the root.
         name: name of the module; "" for the root.
         module: the module.
-        flats: one or two flat units.
+        flats: one or two flat units; none for a root without parameters of its own.
         slots: the entries of modules that have its parameters.
         tree: the root's: all modules and parameters.
         grad_hooks: by parameter, the hook that calls `Runtime.grad_ready` when its gradient is there.
@@ -532,7 +533,7 @@ class ModuleUnit:
 
     @property
     def trainable(self) -> FlatUnit | None:
-        """The flat unit that the optimizer updates."""
+        """The flat unit that the optimizer updates; None if there is none."""
         return next((f for f in self.flats if f.trainable), None)
 
     @property

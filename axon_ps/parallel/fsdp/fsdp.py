@@ -1,7 +1,7 @@
 """`FullyShardedDataParallel`: a module whose parameters live on the shard servers.
 
-These terms are used here and in the modules below: *unit* (parameters gathered together), *slice* (the part of a unit
-that one server owns), *replica* (the source of one gradient per step), *version* (the number of committed steps).
+These terms are used here and in the modules below: *unit* (parameters gathered together), *slice* (a range of a unit,
+on one or several servers), *replica* (the source of one gradient per step), *version* (the number of committed steps).
 """
 
 from __future__ import annotations
@@ -77,11 +77,13 @@ class FullyShardedDataParallel(ModuleWrapper):
 
     Raises:
         LayoutMismatch: another worker wrapped another module by that name; the message names the difference.
-        Misuse: this process has wrapped a model by that name already; the message names both.
+        Misuse: this process has wrapped a model by that name already; the message names both. Or there is no world.
         InvalidRequest: the module cannot be sharded; the message names the parameter and the reason. Or the group is
             not all workers of the world, since a step commits for all of them. Or the policy does not go with the
             strategy: where replicas step asynchronously, others change the parameters between forward and backward, so
             this worker must retain those that forward read.
+        Timeout: the servers got no first values; usually because the worker of lowest rank does not wrap the model.
+        Busy: a shard server has no memory for the model.
 
     After an error: the module may have lost its values; build it again.
     """
@@ -243,7 +245,7 @@ class FullyShardedDataParallel(ModuleWrapper):
 
         Raises:
             Busy: a checkpoint is being written.
-            GenerationChanged, Timeout: as of `World.barrier`; nothing has changed then.
+            GenerationChanged, Timeout, Disagreement: as of `World.barrier`; nothing has changed then.
 
         After an error: the model may be gone; releasing it again is harmless.
         """
@@ -312,7 +314,7 @@ class FullyShardedDataParallel(ModuleWrapper):
     # ------------------------------------------------------------------ by hand
 
     def gather_parameters(self) -> None:
-        """Unshard every parameter, as `summon_full_params()` does, until `reshard_parameters()` or a backward.
+        """Unshard parameters, as `summon_full_params()` does, until `reshard_parameters()`, a forward or a backward.
 
         Raises:
             Misuse: a forward is under way.
@@ -337,7 +339,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         """Begin to gather the parameters that the next forward needs first; with `prefetch=True` a step's end does so.
 
         Raises:
-            Misuse: it was called before and no forward has come since, or the strategy does not reshard parameters.
+            Misuse: it was called before and no forward has come since, a forward is under way, or the strategy does not
+                reshard parameters.
         """
         if self.strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
             raise Misuse(
@@ -375,8 +378,7 @@ class FullyShardedDataParallel(ModuleWrapper):
                 not changed. Under NO_SHARD changes are this worker's own in either case.
 
         Raises:
-            Misuse: a forward or backward is under way; or, at the end, parameters were changed in place, and that has
-                no effect.
+            Misuse: a forward is under way; or, at the end, parameters were changed in place, and that has no effect.
             StepAborted: at the end: the job went on without this worker, so the values may be of several versions.
         """
         return self._values.summoned(writeback=writeback)
@@ -450,8 +452,9 @@ class FullyShardedDataParallel(ModuleWrapper):
         Raises:
             InvalidRequest: names, shapes or values do not fit, or `assign` is set.
             Disagreement: they do not fit on another rank, which the message names.
+            Misuse: a forward is under way, here or on another rank.
 
-        After an error: if it is of these two, no parameter and no buffer has changed, on any rank. For others see
+        After an error: if it is of these, no parameter and no buffer has changed, on any rank. For others see
         `World.replace_parameters`.
         """
         return self._values.load(state_dict, strict, assign)
@@ -486,6 +489,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         Raises:
             InvalidRequest: it is not of that length, or not of numbers.
             Disagreement: it is not so on another rank.
+            Misuse: a forward is under way, here or on another rank.
 
         After an error: as for `load_state_dict`.
         """
@@ -526,9 +530,9 @@ class FullyShardedDataParallel(ModuleWrapper):
             The checkpoint that was written; None on workers that did not write.
 
         Raises:
-            CheckpointError: it could not be written, on every worker. Nothing half-written counts as a checkpoint.
-            InvalidRequest: a value of `state` has no safe form, one of `extra` is not JSON, or a worker's own state has
-                more than 64 MiB.
+            CheckpointError: it could not be written. Nothing half-written counts as a checkpoint.
+            InvalidRequest: a value of `state` has no safe form, one of `extra` is not JSON, a worker's own state has
+                more than 64 MiB, or another worker could not write its own.
         """
         given = groups.with_groups(extra, optimizer)
         states = own_state.save(uri, self._wrapping.group, state, rank_state)
@@ -564,6 +568,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         Raises:
             CheckpointError: it cannot be read, on every worker.
             InvalidRequest: it was saved from another model, on every worker; or it lacks some of `state`.
+            Misuse: `optimizer` is of another type than the model's, which it replaces with the next step.
         """
         info = self._runtime.load(uri, optimizer)
         if self._served_buffers is not None:

@@ -78,7 +78,7 @@ class GatherOrder:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again at the first unit, without learning."""
+        """Begin again at the first unit; the expected order stays."""
         self._seen = []
         self._next = 0
 
@@ -236,7 +236,7 @@ class UnitGathering:
                     flat.unshard()
 
     def reset(self) -> None:
-        """Reshard everything; called when memory is needed, and at the end."""
+        """Reshard everything, units that are held too, and drop idle buffers."""
         self.prefetched = False
         for unit in self._units:
             unit.depth, unit.held = 0, False

@@ -1,4 +1,4 @@
-"""The hooks by which autograd and modules call the runtime; no other module registers any.
+"""The hooks by which autograd and modules call the runtime.
 
 Under `torch.compile` of a wrapped model each hook is a break between graphs: parameters are gathered and freed in
 Python, and the computation with them is compiled.
@@ -40,7 +40,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def attach(runtime: Runtime, wrapper: nn.Module) -> None:
-    """Register every hook of every unit. The root's forward is called by the wrapper itself.
+    """Register the hooks of modules and parameters. The root's forward is called by the wrapper itself.
 
     Hooks of parameters end with `wrapper`: Python's garbage collector does not see the objects to which a tensor's
     hooks refer.
@@ -62,7 +62,7 @@ def attach(runtime: Runtime, wrapper: nn.Module) -> None:
 def _watch_inputs(
     runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Reshard a unit with frozen parameters when the gradients of its inputs are there."""
+    """Finish a unit with frozen parameters when the gradients of its inputs are there."""
     if torch.is_grad_enabled() and not in_backward():
         inputs = [t for t in tensors_of((args, kwargs)) if t.requires_grad]
         missing = itertools.cycle(range(len(inputs) - 1, -1, -1))  # a retained graph is traversed again

@@ -41,7 +41,7 @@ class Masters(ABC):
 
         Raises:
             Exception: `perform` raised it here.
-            Disagreement: the error of another worker blames the arguments that were given there.
+            Disagreement: the error of another worker is an `InvalidRequest`, or not one of ours.
             AxonError: it failed on another worker by an error of this class.
         """
         value, problem = None, None

@@ -57,6 +57,8 @@ def register(
     Raises:
         LayoutMismatch: another worker has registered another layout by that name.
         Timeout: the servers got no values; usually because the worker of lowest rank does not wrap the model.
+        Busy: a server has no memory for them.
+        InvalidRequest: as of `upload`, or buffers cannot be saved or sent.
     """
     initialized = uploaded = False
     while not initialized:

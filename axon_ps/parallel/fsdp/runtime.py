@@ -69,10 +69,10 @@ class Runtime(AbstractRuntime):
         optimizers: those of ours that make its steps.
         current: the optimizer of ours that was made last, which alone makes steps; None before there is one.
         moments_of: the version at which the optimizer's moments began.
-        expected_hyper: the hyperparameters that the optimizer has now; None = the next step's cannot be known.
-        decisions: number of steps that have ended, in whatever way.
+        expected_hyper: returns the hyperparameters that the optimizer has now; None = the next step's cannot be known.
+        decisions: number of steps on the servers that have ended, in whatever way.
         resends: number of times that the gradients of an aborted step are sent again; if any, a copy is retained.
-        on_abort: called when a step was aborted, before any wait; it may raise.
+        on_abort: called before the gradients of an aborted step are sent again, before any wait; it may raise.
         buffers: the module's buffers, which checkpoints have.
         on_commit: called when a step has committed.
         left: parameters in no group whose gradients were forgotten here, and not in torch.
@@ -386,7 +386,7 @@ class Runtime(AbstractRuntime):
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Reshard everything; called when memory is needed, and at the end."""
+        """See `UnitGathering.reset`."""
         self.gathering.reset()
 
     def begin_anew(self) -> None:

@@ -7,7 +7,8 @@ NodeSource       in shards on the node's workers   as from the servers; in devic
 HostCopySource   in host memory, once gathered     copied from there (CPUOffload.PARAMS)
 LocalSource      in the masters, on this worker    copied from there (NO_SHARD; in `no_shard.replicated_unit`)
 
-A unit's source is chosen when the model is wrapped. Values on their way are a `PendingGather`.
+A unit's source is chosen when the model is wrapped; a `MappedSource` may become a `RemoteSource`.
+Values on their way are a `PendingGather`.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ParameterSource(ABC):
     """The way in which the values of a unit come.
 
     Args:
-        steps: knows the version that the values must have.
+        steps: have the version that the values must have.
 
     Attributes:
         buffered: True if a gather takes memory beside `flat`.

@@ -41,7 +41,7 @@ class FSDPMemoryStats:
         grad_memory_bytes: gradients of full units at the peak of a step, on their way or waiting for the optimizer.
         optim_memory_bytes: optimizer state in the worker's memory; 0 where it is on the servers.
         world_size: workers.
-        host_memory_bytes: the part of `param_memory_bytes` that is in host memory by `CPUOffload`.
+        host_memory_bytes: the part of `param_memory_bytes` that is in host memory by `CPUOffload` or HYBRID_SHARD.
         replicated_memory_bytes: of a worker without sharding: parameters, gradients and two moments;
             None = that of `total_params` in f32.
     """

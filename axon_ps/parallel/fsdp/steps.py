@@ -113,7 +113,7 @@ class GradientSteps(Protocol):
     """The client that takes gradients."""
 
     def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
-        """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`.
+        """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas` or the weight of its batch.
 
         It is an array or None, or a tensor if a node's groups are of device memory.
         """

@@ -19,8 +19,9 @@ class ShardingStrategy(enum.Enum):
 
     SHARD_GRAD_OP (ZeRO-2): parameters stay unsharded; gradients are pushed, the step happens on the servers, changed
     values are pulled before the next forward. While gradients are not clipped they are pulled right behind each push,
-    into a second copy of the parameters in their wire dtype, which counts once the step has committed. The new values
-    can be read from the next forward on, or inside `summon_full_params()`.
+    from servers of other hosts. They come into a second copy in their wire dtype if they must be cast or copied to a
+    GPU, else over the old values, and count once the step has committed. The new values can be read from the next
+    forward on, or inside `summon_full_params()`.
 
     HYBRID_SHARD: the workers of a node are one replica. Each has a shard of every unit, 1/G of it in the wire dtype; a
     unit is gathered inside the node, its gradient is averaged inside the node, and each worker pushes and pulls its own

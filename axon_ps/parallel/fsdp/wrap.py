@@ -152,7 +152,7 @@ class Tree:
 
     Args:
         module: the user's module.
-        trained: those of its parameters that are trained or averaged.
+        trained: those of its parameters that are wrapped, frozen ones too.
     """
 
     def __init__(self, module: nn.Module, trained: Collection[nn.Parameter]) -> None:
@@ -170,7 +170,7 @@ class Tree:
 
     @property
     def replaced(self) -> str:
-        """The first name at which a trained parameter was replaced by another one; "" = there is none."""
+        """The first name at which a wrapped parameter was replaced by another one; "" = there is none."""
         return self._replaced
 
     @property

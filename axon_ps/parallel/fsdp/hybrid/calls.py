@@ -40,7 +40,7 @@ class NodeCalls:
         self._failure: AxonError | None = None  # the error after which no further step can be made
 
     def form_again(self, timeout_s: float) -> None:
-        """Make the node's groups anew; queued calls of the old ones do nothing."""
+        """Make the node's groups anew, once the calls queued for the old ones have ended."""
         self._work_queue.submit(lambda: None).result(timeout_s)
         _logger.warning("this node makes its groups again, since a worker of it was lost: %s", self.group_error)
         self.groups.form(self.group_error)

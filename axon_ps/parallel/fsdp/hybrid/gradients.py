@@ -49,9 +49,9 @@ class NodeGradients:
 
         Args:
             unit: its number.
-            grad: wire[unit_numel], in device memory if `device` is given; overwritten. None when no worker of the node
-                has one.
-            ticket: from `ticket()`.
+            grad: wire[unit_numel], in device memory if the node's groups are; overwritten. None when no worker of the
+                node has one.
+            ticket: from `NodeSteps.ticket`.
             done: called when the buffer is free again.
         """
         assert isinstance(ticket, NodeTicket)

@@ -1,4 +1,4 @@
-"""HYBRID_SHARD: the workers of a node as one replica, behind the interface that `Runtime` knows from `StepClient`.
+"""HYBRID_SHARD: the workers of a node as one replica, behind the interface of `StepClient`.
 
 `NodeSteps` gathers a unit from the node's workers, each of which has a shard of it in the wire dtype, and averages a
 gradient inside the node before each worker pushes its shard. Only shards cross the network.
@@ -123,6 +123,7 @@ class NodeSteps:
 
         Raises:
             MemberLost: no worker came, and the job goes on without this node.
+            Timeout, AxonError: as of `WorldNodeGroups.form`.
 
         After an error: the workers of the node do not agree; build the model again.
         """

@@ -19,7 +19,7 @@ GRACE_S: Final = 2.0
 
 
 class NodeGroups(Protocol):
-    """The groups and clients that `NodeSteps` works with.
+    """The groups that `NodeSteps` works with.
 
     Attributes:
         data: the workers of the node.
@@ -41,7 +41,7 @@ class WorldNodeGroups:
         size: number of workers of the node.
 
     Raises:
-        MemberLost: see `form`.
+        MemberLost, Timeout: see `form`.
     """
 
     data: ProcessGroup

@@ -28,6 +28,9 @@ class LocalOptimizer:
         spec: optimizer, and groups with the hyperparameters of the newest step.
         state: per trainable unit, moments by name, f32[unit_numel].
         updates: per trainable unit, per parameter, the number of its updates.
+
+    Raises:
+        InvalidRequest: a hyperparameter is out of range, or a master is not f32 in host memory.
     """
 
     def __init__(

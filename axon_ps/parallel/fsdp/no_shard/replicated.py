@@ -103,7 +103,7 @@ class ReplicatedRuntime(Runtime):
 
     @property
     def version(self) -> int:
-        """Steps of our optimizer."""
+        """Steps of our optimizer, and copies from other models; a checkpoint that is loaded sets it."""
         return self._version
 
     @property

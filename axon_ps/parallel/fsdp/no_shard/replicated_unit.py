@@ -46,7 +46,7 @@ class ReplicatedUnit(FlatUnit):
     """One unit that every worker has in full.
 
     Args:
-        rest: as for `FlatUnit`.
+        index, wrapped, wrapping: as for `FlatUnit`.
 
     Note: [Values that the user sets]
         Parameters are views of the masters, so a change of one in place is in the master. `param.data = t`
@@ -105,7 +105,7 @@ class ReplicatedUnit(FlatUnit):
             param.data = view
 
     def unshard(self) -> None:
-        """Copy the masters for use, if the module computes with a copy; stage gradients of the masters."""
+        """Copy the masters for use, if the module computes with a copy; set the masters' gradients aside."""
         self.take_over()
         if self.is_current:
             return

@@ -86,5 +86,5 @@ class ServedOptimizer:
             )
 
     def restored(self) -> None:
-        """Record that the model was restored: a change is due with the step after that."""
+        """Record that the model was restored: a pending change comes with the step after that."""
         self._change_at = self._version()

@@ -3,12 +3,14 @@
 Note: [Speculative gathers]
     Under SHARD_GRAD_OP a step would push the full model one way and only then pull it the other way. When gradients
     are not clipped, a unit's servers know its new values as soon as every replica has pushed it. So each unit is
-    gathered right behind its own push, into a buffer beside the current values, expecting the hyperparameters that the
-    optimizer has now. `step()` commits the buffers if the decision is as expected and discards them if not, so
-    parameters of a step that did not commit are never seen. This costs a second copy of the parameters, in wire dtype.
-    It begins once a step went by without clipping.
+    gathered right behind its own push, expecting the hyperparameters that the optimizer has now. `step()` commits the
+    values if the decision is as expected and discards them if not, so parameters of a step that did not commit are
+    never seen. Values that must be cast or copied to a GPU come into a buffer: a second copy of the parameters, in wire
+    dtype. Others come over the current values. It begins once a step went by without clipping.
     Under FULL_SHARD the units that the next forward needs first are gathered in this way, as many as fit into memory
-    once backward has freed them: straight into their own memory, which is free then.
+    once backward has freed them: straight into their own memory, which is free then. Values that must be cast or copied
+    are not. Units with a host copy are all gathered in this way, into that copy.
+    Units on servers of this host are not gathered in this way (`sources.RemoteSource`).
 """
 
 from __future__ import annotations

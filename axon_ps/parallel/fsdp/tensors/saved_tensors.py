@@ -7,9 +7,9 @@ Note: [Saved parameters]
     that forward returned, a gradient of a gradient), however often, and whatever was freed meanwhile. All other tensors
     are saved as they are, with the check for changes in place that autograd makes without hooks.
 
-    These hooks pass some tensors on to others below them on PyTorch's stack (activation checkpoints, `save_on_cpu`). A
-    backward that makes a graph (`create_graph=True`) saves tensors without hooks, so the units that it reads are held
-    until the step has ended or gradients are dropped.
+    If other hooks are below these on PyTorch's stack (activation checkpoints, `save_on_cpu`), they get all other
+    tensors. A backward that makes a graph (`create_graph=True`) saves tensors without hooks, so the units that it reads
+    are held until the step has ended or gradients are dropped.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Gradients are sent while backward runs, so `param.grad` is empty when a training loop, or a framework's, clips them.
 Torch's clipping must not take that for a model without gradients. So `param.grad` is a placeholder then, a
-`SentGradient`. It has a shape and no values, and raises for every function but those that make up
+`SentGradient`. It has a shape and no values, and raises for every function of values but those that make up
 `torch.nn.utils.clip_grad_norm_`. Their norm is a `PendingNorm`; multiplying all gradients by the clip factor made of it
 makes the step clip.
 
@@ -44,7 +44,7 @@ class Home:
 
 
 class SentGradients:
-    """Gradients of a model that have left this worker for the step under way, and their norm after clipping.
+    """Gradients of a model that have left this worker for the step under way, and the norm to clip them to.
 
     Torch leaves a gradient in `param.grad` after the step, and adds the next one to it unless `zero_grad()` is called.
     The servers cannot add it to a gradient that they have applied, so it counts as retained until then.
@@ -70,11 +70,11 @@ class SentGradients:
         return unit in self._params
 
     def add(self, unit: int, num_params: int) -> None:
-        """Record that the gradients of a unit have left."""
+        """Record that the gradients of a unit have left, or were staged."""
         self._params[unit] = num_params
 
     def drop(self, unit: int) -> None:
-        """Forget the gradients of a unit, which waited on the host."""
+        """Forget the gradients of a unit, which were dropped."""
         self._params.pop(unit, None)
 
     def retain(self, homes: Iterable[Home]) -> None:

@@ -62,7 +62,7 @@ class ShardedValue(_Sharded, Tensor):  # type: ignore[misc]
 
 
 class _OfServers:
-    """`param.grad` and `param.data` of a parameter whose gradient may have been sent, and whose values are servers'."""
+    """`param.grad` and `param.data` of a parameter of the servers, whose gradient may have been sent."""
 
     _axon_home: Home
 
@@ -103,7 +103,7 @@ def states_of(plain: type[nn.Parameter]) -> States:
     """Return the classes of a parameter while its unit is sharded, and while it is unsharded.
 
     Args:
-        plain: the class it was made with; either of the two gives the same two.
+        plain: the class it was made with, or either of the two.
     """
     if issubclass(plain, _OfServers):
         plain = plain.__mro__[plain.__mro__.index(_OfServers) + 1]
