@@ -9,8 +9,8 @@ Refuses: state. One compressor object serves every array, from any number of thr
 
 Invariants:
 - The same numbers (and residual) give the same bytes on every machine and from every thread.
-- A NaN or an infinity never disappears. It decompresses to NaNs at positions that each compressor documents, so the sum
-  is not finite and the step is skipped.
+- A NaN or an infinity never disappears. It decompresses to NaNs or infinities at positions that each compressor
+  documents, so the sum is not finite and the step is skipped.
 
 Note: [Error feedback]
     `compress(values, out, residual)` compresses values + residual and leaves values + residual - decompressed in the

@@ -112,7 +112,10 @@ class GradientBucket:
         return self._memory[: self._numel]
 
     def reserve(self, shape: Sequence[int], member: int) -> Tensor | None:
-        """Reserve memory for a gradient; return its view, of zeros, or None when it does not fit."""
+        """Reserve memory for a gradient; return its view, or None when it does not fit.
+
+        The view is of zeros until the first `clear`.
+        """
         numel = math.prod(shape)
         if self._numel + numel > self.capacity:
             return None

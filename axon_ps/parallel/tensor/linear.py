@@ -159,7 +159,7 @@ class ColumnParallelLinear(ParallelLinear):
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
     Raises:
-        InvalidRequest: a size is below 1.
+        InvalidRequest: a size is below 1, or `bias` is not a bool.
         Misuse: as for `TensorParallelModule`.
     """
 
@@ -192,6 +192,9 @@ class ColumnParallelLinear(ParallelLinear):
         Returns:
             [..., out_features], replicated; without `gather_output` [..., this rank's features].
 
+        Raises:
+            Disagreement: with `sequence_parallel`, the ranks' shards of the sequence differ.
+
         After an error: see `ProcessGroup`.
         """
         (y,) = project(x, self.group, [self.matrix], self.sequence_dim if self.sequence_parallel else None)
@@ -220,7 +223,7 @@ class RowParallelLinear(ParallelLinear):
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
     Raises:
-        InvalidRequest: a size is below 1.
+        InvalidRequest: a size is below 1, or `bias` is not a bool.
         Misuse: as for `TensorParallelModule`.
     """
 
