@@ -143,7 +143,11 @@ class Accelerator(accelerate.Accelerator):
         return self._wrappers[model]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as accelerate does; models first, since optimizers are moved to where their parameters are."""
+        """Prepare as accelerate does; models first, since optimizers are moved to where their parameters are.
+
+        Raises:
+            InvalidRequest: an optimizer has no counterpart on the servers.
+        """
         for given in args:
             if isinstance(given, nn.Module):
                 self.wrapped(given)

@@ -102,7 +102,7 @@ class AxonStrategy(DDPOverAxon):
         """Wrap the model to fit it; to evaluate it, take the wrapper that there is, if there is one.
 
         Raises:
-            InvalidRequest: the precision has a gradient scaler ("16-mixed"), or there are several optimizers.
+            InvalidRequest: the precision has a gradient scaler ("16-mixed"), or see `setup_optimizers`.
         """
         fits = trainer.state.fn == TrainerFn.FITTING
         if isinstance(self.precision_plugin, AutocastPrecision) and self.precision_plugin.scaler is not None:
@@ -142,7 +142,7 @@ class AxonStrategy(DDPOverAxon):
         """Move the optimizer that `configure_optimizers` has made to the servers.
 
         Raises:
-            InvalidRequest: it has made several.
+            InvalidRequest: it has made several, or one without a counterpart on the servers.
         """
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:

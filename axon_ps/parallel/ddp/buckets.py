@@ -39,7 +39,7 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
 
 
 def flat_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
-    """Return T[numel] of zeros: device memory, or host memory that the ranks of a host map (no collective copies it).
+    """Return T[numel] of zeros: device memory, or host memory, which the ranks of a host map if their group can.
 
     Args:
         numel: number of elements.

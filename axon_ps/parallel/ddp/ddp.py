@@ -42,8 +42,8 @@ class DistributedDataParallel(nn.Module):
 
     Use it like the module, with any torch optimizer made after wrapping. After `backward()` every `param.grad` is the
     average over the ranks, so equal optimizers leave equal parameters. Gradients travel in buckets while backward goes
-    on. Buckets are in shared memory of the ranks of a host. Their order is the reverse of `parameters()` at first; from
-    the second step on it is the order in which rank 0's gradients came. (Li et al., "PyTorch Distributed",
+    on. Buckets of host memory are shared by the ranks of a host. Their order is the reverse of `parameters()` at first;
+    from the second step on it is the order in which rank 0's gradients came. (Li et al., "PyTorch Distributed",
     https://arxiv.org/abs/2006.15704.)
 
     Making it is collective. Outside of `no_sync()`, so are its forwards with gradients in training mode (when there are

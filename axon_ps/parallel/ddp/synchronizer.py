@@ -79,7 +79,7 @@ class GradientSynchronizer:
         return tuple(self._buckets)
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Make buckets for gradients of these shapes, dtypes and devices. The first call is collective.
+        """Make buckets for gradients of these shapes, dtypes and devices. The first call for host memory is collective.
 
         Args:
             tensors: parameters, or anything like their gradients, in the order in which gradients are expected.

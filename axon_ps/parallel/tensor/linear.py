@@ -9,7 +9,7 @@ A column-parallel layer without `gather_output`, something element by element, a
 
 With `sequence_parallel` the tensors outside of the pair are sharded along the sequence instead of being replicated: the
 column-parallel layer's input, and the row-parallel layer's output, are this rank's equal shard of it. The same bytes
-move (an all-reduce is a reduce-scatter and an all-gather), and the modules between pairs of layers (norms, dropout,
+move (an all-reduce is a reduce-scatter and an all-gather). The modules between pairs of layers (norms, dropout,
 residuals) cost 1/n of the memory and time (Korthikanti et al. 2022). The parameters of these modules need
 `sum_gradients`.
 
