@@ -57,7 +57,7 @@ class BlockTopK(Compressor):
         return f"a top-k of {self.fraction:g} of every block, in {self.bits} bits"
 
     def compressed_bytes(self, numel: int) -> int:
-        """Two scales a block, and 12 + `bits` bits for each selected number."""
+        """Return two scales a block, and 12 + `bits` bits for each selected number."""
         full, rest = divmod(numel, _BLOCK_NUMEL)
         return full * self._block_bytes(_BLOCK_NUMEL) + (self._block_bytes(rest) if rest else 0)
 

@@ -184,7 +184,7 @@ def warm_up(dtype: DType) -> None:
 
 
 def examples(dtype: DType) -> tuple[Array, ...]:
-    """Empty chunks of every kind that loops are compiled for: our own, and received ones, aligned and not."""
+    """Return empty chunks of every kind that loops are compiled for: our own, and received ones, aligned and not."""
     return np.empty(0, dtype.numpy), _received(dtype, offset=0), _received(dtype, offset=1)
 
 

@@ -9,8 +9,8 @@ Refuses: state. One compressor object serves every array, from any number of thr
 
 Invariants:
 - The same numbers (and residual) give the same bytes on every machine and from every thread.
-- A NaN or an infinity never disappears. It decompresses to NaNs at positions that each compressor documents, so the sum
-  is not finite and the step is skipped.
+- A NaN or an infinity never disappears. It decompresses to NaNs or infinities at positions that each compressor
+  documents, so the sum is not finite and the step is skipped.
 
 Note: [Error feedback]
     `compress(values, out, residual)` compresses values + residual and leaves values + residual - decompressed in the
@@ -77,8 +77,8 @@ class Compressor(ABC):
             out: u8[compressed_bytes(n)], overwritten; must not overlap the others.
             residual: f32[n]; added to the values first, then set to the compression error. See Note: [Error feedback].
                 None = drop the error.
-            residual_out: f32[n]; receives the compression error, and `residual` is only read; must not overlap the
-                others. None = `residual` receives it.
+            residual_out: f32[n], used with `residual`; receives the compression error, and `residual` is only read. It
+                must not overlap the others. None = `residual` receives it.
 
         Raises:
             InvalidRequest: an array has another element type, length or layout than stated. Nothing has been changed.

@@ -26,7 +26,7 @@ class _Float(Compressor):
     dtype: ClassVar[DType]
 
     def compressed_bytes(self, numel: int) -> int:
-        """Two bytes a number."""
+        """Return two bytes a number."""
         return 2 * numel
 
     def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:

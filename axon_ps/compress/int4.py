@@ -54,7 +54,7 @@ class Int4(Compressor):
         return f"int4 in blocks of {_BLOCK_NUMEL}"
 
     def compressed_bytes(self, numel: int) -> int:
-        """Seventeen bytes for every 32 numbers and four for every 1024."""
+        """Return seventeen bytes for every 32 numbers and four for every 1024."""
         head, codes = _sizes(numel)
         return head + codes + _PAIR_BYTES * codes
 

@@ -49,7 +49,7 @@ class TopK(Compressor):
         return f"a top-k of {self.fraction:g} of the elements"
 
     def compressed_bytes(self, numel: int) -> int:
-        """Eight bytes for each selected number."""
+        """Return eight bytes for each selected number."""
         return _PAIR_BYTES * selected_numel(numel, self.fraction)
 
     def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:

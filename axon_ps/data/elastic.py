@@ -34,9 +34,9 @@ class Coordinates:
 
     Attributes:
         replica: the number of its replica.
-        num_replicas: how many there are.
+        num_replicas: number of replicas.
         index: its number among the workers of its replica; all of them compute the same number of micro-batches.
-        workers: how many a replica has.
+        workers: number of workers of a replica.
     """
 
     replica: int = 0
@@ -104,7 +104,7 @@ class ElasticBatch:
     def cut(self, begin: int, count: int, coordinates: Coordinates) -> list[tuple[int, int]]:
         """Return a worker's ranges of a step's samples, which are `count` samples from `begin` on.
 
-        There is at least one range. It is empty if there are fewer samples than workers. The shortest come first.
+        There is at least one range. It may be empty if there are fewer samples than workers. The shortest come first.
         """
         fitting = -(-count // (self.at_a_time * coordinates.workers))
         ranges = _divided(begin, count, max(fitting, min(coordinates.num_replicas, count // coordinates.workers), 1))

@@ -80,7 +80,7 @@ class DistributedSampler:
 
     @property
     def position(self) -> int:
-        """Number of samples of this epoch that all replicas together have consumed: the same on each."""
+        """Samples of this epoch that all replicas together have consumed: the same on all that took equally many."""
         return min(self.length, self._begin + self._consumed * self.num_replicas)
 
     def __len__(self) -> int:

@@ -42,13 +42,16 @@ class ServerPlugin:
     """The options of wrapped models: the arguments of `FullyShardedDataParallel` that a user of accelerate may want.
 
     Attributes:
-        sharding_strategy: what stays in a worker's memory between uses; not NO_SHARD, which is plain DDP.
+        sharding_strategy: the parameters that stay in a worker's memory between uses; not NO_SHARD, which is plain DDP.
         unit_types: module classes that become units; empty = those that a transformers model says are not to be split.
         auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`.
         cpu_offload: the part of it that is in host memory.
         mixed_precision: dtypes of the parameters and the wire. Accelerate's own `mixed_precision="bf16"` is autocast
             over f32 parameters, and goes with it.
         intra_node_size: HYBRID_SHARD: the workers of a node; None = as many as this node has.
+
+    Raises:
+        InvalidRequest: the strategy is NO_SHARD.
     """
 
     sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD
@@ -96,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         args, kwargs: accelerate's. `cpu` is True if there is no GPU, which accelerate needs for several processes.
-        server_plugin: how models are wrapped.
+        server_plugin: the options of wrapped models.
 
     Raises:
         InvalidRequest: `mixed_precision="fp16"`, whose scaler needs gradients after they have left for the servers; or
@@ -140,7 +143,11 @@ class Accelerator(accelerate.Accelerator):
         return self._wrappers[model]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as accelerate does; models first, since optimizers are moved to where their parameters are."""
+        """Prepare as accelerate does; models first, since optimizers are moved to where their parameters are.
+
+        Raises:
+            InvalidRequest: an optimizer has no counterpart on the servers.
+        """
         for given in args:
             if isinstance(given, nn.Module):
                 self.wrapped(given)

@@ -66,7 +66,11 @@ class ServersMixin:
         return self.accelerator.wrapped(self.model)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as transformers does; see Note: [Where the servers are]."""
+        """Train as transformers does; see Note: [Where the servers are].
+
+        Raises:
+            Misuse: the trainer has a `model_init`.
+        """
         if getattr(self, "model_init", None) is not None:
             raise Misuse("model_init makes another model for each train(); give the trainer a model instead")
         position = self._wrapper.committed.get(POSITION)
@@ -139,7 +143,7 @@ def on_servers(trainer: type[Any], plugin: ServerPlugin | None = None) -> type[A
 
     Args:
         trainer: `transformers.Trainer` or a subclass.
-        plugin: how models are wrapped.
+        plugin: the options of wrapped models.
     """
     join_group()
     return _with_servers(trainer, plugin)

@@ -3,7 +3,7 @@
 Floating-point operations are neither contracted nor reordered. The compiled code is cached on disk, for each
 combination of argument types. numba compiles it again when the file of the loop has changed, but does not look at the
 files of the functions that the loop calls. So the name under which a loop is cached has a hash of all files of this
-package, and a loop must call nothing outside of it.
+package. A loop must call nothing outside of it.
 
 Note: [Two processes that compile one loop]
     numba's cache gives an entry the next free number of an index, writes the index and then the entry, and takes no

@@ -6,7 +6,7 @@ Invariant: an argument that a job does not use is None, and numba compiles an op
 array, no branch, no wire copy, no digest, no weight decay (an untaken branch in the loop cost SGD a twentieth).
 
 Note: [NaN afterwards]
-    Rounding to bf16 by adding carries some NaNs into infinity or zero, and testing for them at every element made SGD's
+    Rounding to bf16 by adding carries some NaNs into infinity or zero. Testing for them at every element made SGD's
     loop a tenth slower. So an optimizer's loop tracks the largest magnitude it stored, which costs a maximum of
     integers. It goes over its parameters again only when that was a NaN's.
 

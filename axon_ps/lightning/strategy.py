@@ -51,7 +51,7 @@ class AxonStrategy(DDPOverAxon):
     """The strategy "axon".
 
     Args:
-        sharding_strategy: what stays in a worker's memory between uses; not NO_SHARD, which is "axon_ddp".
+        sharding_strategy: the parameters that stay in a worker's memory between uses; not NO_SHARD ("axon_ddp").
         unit_types: module classes that become units.
         auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`. Without either, each child of the
             LightningModule's children is one.
@@ -99,7 +99,11 @@ class AxonStrategy(DDPOverAxon):
     # ------------------------------------------------------------------ setup
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap the model to fit it; to evaluate it, take the wrapper that there is, if there is one."""
+        """Wrap the model to fit it; to evaluate it, take the wrapper that there is, if there is one.
+
+        Raises:
+            InvalidRequest: the precision has a gradient scaler ("16-mixed"), or see `setup_optimizers`.
+        """
         fits = trainer.state.fn == TrainerFn.FITTING
         if isinstance(self.precision_plugin, AutocastPrecision) and self.precision_plugin.scaler is not None:
             raise InvalidRequest(
@@ -135,7 +139,11 @@ class AxonStrategy(DDPOverAxon):
         return FullyShardedDataParallel(module, device=self.root_device, **how)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Move the optimizers that `configure_optimizers` has made to the servers."""
+        """Move the optimizer that `configure_optimizers` has made to the servers.
+
+        Raises:
+            InvalidRequest: it has made several, or one without a counterpart on the servers.
+        """
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
             raise InvalidRequest(

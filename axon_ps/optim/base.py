@@ -42,7 +42,7 @@ class Range:
     Attributes:
         low: the smallest allowed value.
         below: all values are smaller than this.
-        flag: whether only 0.0 and 1.0 are allowed.
+        flag: True = only 0.0 and 1.0 are allowed.
     """
 
     low: float = 0.0
@@ -167,7 +167,8 @@ class UpdateRule(ABC):
 
         Raises:
             InvalidRequest: an array has another element type, length or layout than above, a state array that these
-                hyperparameters need is missing, or `update` is not positive. Nothing has been changed then.
+                hyperparameters need is missing, `wire_dtype` is another one, or `update` is not positive. Nothing has
+                been changed then.
         """
         values = hyper if len(hyper) == len(self.defaults) else {**self.defaults, **hyper}
         if update < 1:

@@ -35,8 +35,8 @@ def clip_factor(total_norm: float, max_norm: float) -> float:
     It is min(1, max_norm / (total_norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`.
 
     Args:
-        total_norm: the global norm before clipping; inf gives 0, NaN gives NaN.
-        max_norm: the largest norm wanted; inf for no clipping.
+        total_norm: the global norm before clipping; inf gives 0, NaN gives NaN, unless `max_norm` is inf.
+        max_norm: the largest norm wanted; inf for no clipping: a factor of 1.
 
     Raises:
         InvalidRequest: `max_norm` is negative or NaN.

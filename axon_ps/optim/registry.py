@@ -31,7 +31,7 @@ def initial_states(spec: OptimizerSpec | None) -> dict[str, float]:
     """Return the moments of an optimizer, each with its value before the first update; none without an optimizer.
 
     Raises:
-        InvalidRequest: no optimizer has its name, or it has no such hyperparameters.
+        InvalidRequest: no optimizer has its name, or a hyperparameter is unknown or out of range.
     """
     if spec is None:
         return {}

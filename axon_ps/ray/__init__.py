@@ -4,7 +4,7 @@
 - `AxonConfig` is a backend of Ray Train: a plain `TorchTrainer` over the process group "axon".
 - `AxonTrainer` is that trainer with parameters on the servers: a worker that dies is replaced while the others train.
 
-Owns: which Ray node runs what, and that it is started again there or elsewhere. Refuses: to import Ray before it is
+Owns: the choice of a Ray node for each process, and its restart there or elsewhere. Refuses: to import Ray before it is
 used; all of Ray's API is used in this package alone.
 """
 

@@ -28,11 +28,14 @@ class RayCluster:
         workers: number of workers.
         config: the services; None = two shard servers and the defaults of `ClusterConfig`.
         resources_per_worker: the resources that Ray reserves for each; None = one CPU.
-        max_restarts: how often Ray starts a worker again whose process or node has died; -1 = always.
+        max_restarts: times that a worker is started again after its process or node died; -1 = always.
         placement: Ray's strategy for workers.
 
     Attributes:
         services: the services' actors, while it runs.
+
+    Raises:
+        ConfigurationError: `workers` is less than 1.
 
     On entering, Ray is initialized if the program has not done it, and then shut down on leaving.
     """
@@ -136,7 +139,7 @@ class RayCluster:
             kwargs: its arguments.
 
         Raises:
-            Misuse: a function runs already.
+            Misuse: a function runs already, or the cluster does not run.
         """
         services = self.services
         if self._run is not None:

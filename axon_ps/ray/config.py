@@ -26,19 +26,20 @@ class ClusterConfig:
     Attributes:
         shards: shard servers.
         job: the job's name; empty = a random one. If `state` has a job of that name, it goes on.
-        replication: how many of them hold each slice; 0 = two, if there are as many.
+        replication: number of them that hold each slice; 0 = two, if there are as many.
         min_workers: the fewest workers to continue with when some are lost.
         resources_per_shard: the resources that Ray reserves for a shard server; "CPU" is also its number of threads.
         placement: Ray's strategy for shard servers: "SPREAD" puts them on as many nodes as there are, "STRICT_SPREAD"
             refuses to put two on one.
-        state: where the coordinator stores its state: empty = a file on its node, "memory", a path, or
+        state: the store of the coordinator's state: empty = a file on its node, "memory", a path, or
             "etcd:HOST:PORT,...", which several coordinators have together.
-        coordinators: their number, on nodes of their own, if `state` is etcd: one leads, the others stand by.
+        coordinators: their number, more than 1 only if `state` is etcd: one leads, the others stand by. They are on
+            different nodes if there are as many.
         resume: checkpoint to start from.
         checkpoint_dir: the directory to which the job writes checkpoints by itself, and from which it resumes; empty =
             it does not.
-        checkpoint_every: how often: steps, as "500", or a time, as "10m"; empty = it only resumes.
-        checkpoint_limit: how many of them remain.
+        checkpoint_every: the interval: steps, as "500", or a time, as "10m"; empty = it only resumes.
+        checkpoint_limit: number of them that remain.
         checkpoint_roots: the directories (paths or URIs) in which the services open checkpoints; empty = if their nodes
             are on several hosts, `checkpoint_dir`, `resume` and the directories that driver and services were started
             in; on one host, where only its user can call them, all.

@@ -1,7 +1,7 @@
 """Nodes of Ray, and placement groups: they are placed in time, or an error names the missing resources.
 
-A node's name in axon_ps is its Ray node id, so that the coordinator puts a backup on another Ray node than its
-primary, and workers and servers of one node, and no others, share memory.
+A node's name in axon_ps is its Ray node id. So the coordinator puts a backup on another Ray node than its primary, and
+workers and servers share memory only with those of their node.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def create_placement_group(
         what: its purpose, for messages.
         bundles: the resources of each member.
         strategy: Ray's.
-        timeout_s: how long Ray may take; an autoscaler starts nodes meanwhile.
+        timeout_s: seconds that Ray may take; an autoscaler starts nodes meanwhile.
 
     Raises:
         Busy: it has not placed it in that time; the group is removed.

@@ -77,7 +77,7 @@ class Services:
         return named | security_variables(self.config.security)
 
     def close(self) -> None:
-        """End all of them in order, the shard servers first; returns when their actors are gone or `STOP_S` over."""
+        """End all of them in order, the shard servers first; each kind gets `STOP_S`, and what is left is killed."""
         for actors in (self.shards, self.coordinators):
             stopping = [actor.stop.remote() for actor in actors]
             ray.wait(stopping, num_returns=len(stopping), timeout=STOP_S) if stopping else None

@@ -93,8 +93,8 @@ class _Worker:
         arguments: of `WorkerActor.run`.
         call: the running call; None while its process is to reply first.
         ping: a call that shows that the process lives.
-        deaths: how often a call failed because the process was gone.
-        seen_s: when it last replied.
+        deaths: number of calls that failed because the process was gone.
+        seen_s: time of its last reply.
     """
 
     actor: Any
@@ -128,7 +128,7 @@ class WorkerRun:
         group: has a bundle for each.
         num_workers: number of workers.
         resources: of a bundle.
-        max_restarts: how often each may be started again; -1 = always.
+        max_restarts: times that each may be started again; -1 = always.
 
     Attributes:
         actors: by rank.
@@ -163,8 +163,8 @@ class WorkerRun:
         """Return the function's results, by rank; None for a lost worker that is not needed any more.
 
         Args:
-            absent_s: how long all workers may be dead.
-            grace_s: how long a lost worker may still take to come back, when others have finished and none lives.
+            absent_s: seconds for which all workers may be dead.
+            grace_s: seconds that a lost worker may still take to come back, when others have finished and none lives.
 
         Raises:
             Broken: a worker raised, or its process died once too often.

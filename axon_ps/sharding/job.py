@@ -81,7 +81,7 @@ class JobSpec:
     def cut_difference(self, other: JobSpec) -> str:
         """Return the reason, in words, why servers cannot copy another model's values to this one; empty if they can.
 
-        It can if each server has the same elements of both models: units hold the same parameters and are cut alike.
+        They can if each server has the same elements of both models: units hold the same parameters and are cut alike.
         """
         ours, theirs = self.layout.units, other.layout.units
         if len(ours) != len(theirs):

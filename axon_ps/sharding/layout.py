@@ -66,7 +66,11 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """All units of a job, in forward order."""
+    """All units of a job, in forward order.
+
+    Raises:
+        InvalidRequest: an invariant of the module's docstring does not hold, or a unit has no parameters.
+    """
 
     units: tuple[Unit, ...]
 

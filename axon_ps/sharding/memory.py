@@ -69,7 +69,7 @@ def placed_bytes(placement: Placement, sizes: Sequence[int]) -> Counter[int]:
 
 
 def format_bytes(count_bytes: float) -> str:
-    """ "1.5 GiB"."""
+    """Return a number of bytes as text: "1.5 GiB"."""
     size = float(count_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -41,7 +41,8 @@ def partition_bounds(slices: Sequence[Slice], chunk_numel: int, count: int) -> t
 def even_options(layout: Layout, num_servers: int, count: int, options: PlanOptions) -> PlanOptions:
     """Return options that cut the largest slices into equal chunks, the same number for each of `count` workers.
 
-    Chunks are as large as that allows, and not smaller than 16 Ki elements, since each costs a message. *Measured*: a
+    Chunks are as large as that allows, and not smaller than 16 Ki elements (unless `options` asks for smaller
+    ones), since each costs a message. *Measured*: a
     layer of 2 x 1024^2 weights and a norm over four servers has slices of 2 x 2^18 elements and 512 more. That is three
     messages with chunks of 2^18 and two with these.
 

@@ -1,8 +1,9 @@
 """The ranges of units that shard servers own, and the moves between two layouts.
 
 The plan is a pure function of (layout, number of servers, options), so coordinator, servers and workers each
-compute it and agree. A large unit is cut into one slice per server; their sizes differ by at most one alignment step. A
-small unit goes to fewer servers, those with the fewest elements so far, so that all end with about the same number.
+compute it and agree. A large unit is cut into one slice per server; their sizes differ by less than two alignment
+steps. A small unit goes to fewer servers, those with the fewest elements so far, so that all end with about the same
+number.
 
 A slice is cut into *chunks* of `chunk_numel` elements (the last may be shorter); chunk boundaries are part of the
 plan, so a chunk is named by its offset, and a server has a counter per chunk.
@@ -71,7 +72,7 @@ class PlanOptions:
 
 
 def default_options(precision: WirePrecision) -> PlanOptions:
-    """Return the options of a job that names none: chunks of 512 KiB to 1 MiB on the wire.
+    """Return the options of a job that names none: chunks of 2^18 elements, or 2^19 if both directions are compressed.
 
     `partitions.even_options` then fits them to the job's layout.
 
@@ -87,7 +88,7 @@ class Plan:
     """The slices of every unit.
 
     Attributes:
-        num_servers: shard servers of the job.
+        num_servers: number of shard servers that units are cut over.
         options: chunk and slice sizes.
         slices: per unit of the layout, its slices in ascending order; together they cover the unit exactly.
     """
@@ -117,7 +118,7 @@ class Plan:
 
     @cached_property
     def first_of(self) -> tuple[int, ...]:
-        """The number of each unit's first slice."""
+        """The number of each unit's first slice, and then the number of all slices."""
         return tuple(accumulate((len(unit) for unit in self.slices), initial=0))
 
     def number_of(self, s: Slice) -> int:

@@ -115,7 +115,7 @@ class LocalSteps(Policy):
         grace_s: length of the grace period, in seconds.
 
     Raises:
-        InvalidRequest: one of them is out of range.
+        InvalidRequest: one of them is out of range, or there is a grace period without a quorum.
     """
 
     inner_steps: int

@@ -37,7 +37,7 @@ class CallPlan:
 
     Attributes:
         what: the operation's name.
-        device: where its tensors are.
+        device: the device of its tensors.
         call: makes the call; takes `timeout_s` and `async_op`.
         finish: called afterwards; stores the results in the user's tensors.
     """

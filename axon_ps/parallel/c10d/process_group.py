@@ -339,7 +339,7 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
     recvAnysource = recv_anysource  # C++'s name
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Return when every rank has come; on CUDA, when the work that was enqueued before is done, too."""
+        """Begin a barrier, which ends when every rank has come; on CUDA, first wait for the work enqueued before."""
         options = _options_of(opts, BarrierOptions, timeout)
         device = options.device
         if device is not None and device.type == "cuda":

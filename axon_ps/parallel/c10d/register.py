@@ -1,7 +1,7 @@
 """Entries for torch.distributed: the creator of process groups of the backend "axon", and the rendezvous `axon://`.
 
-Both are registered by `axon_ps_torch`, which `import torch` loads. This is the only module of the package that reads
-the environment.
+Both are registered by `axon_ps_torch`, which `import torch` loads. This is the only module of `c10d` that reads the
+environment.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ _stores: WeakKeyDictionary[World, list[KVStore]] = WeakKeyDictionary()
 
 
 def create(options: Any, backend_options: object) -> AxonProcessGroup:
-    """Make a process group; torch calls this on every member."""
+    """Make a process group; torch calls this on every member.
+
+    Raises:
+        ConfigurationError: an option cannot be met, or the axon_ps world is another one than torch's.
+        Misuse: there is a default group over axon already, or no world for a group of some ranks.
+        AxonError: the job cannot be joined, or the services not be started.
+    """
     if getattr(options, "enable_reconfigure", False):
         raise ConfigurationError(
             "init_process_group was given enable_reconfigure=True; a group over axon cannot be reconfigured: leave it "
@@ -110,6 +116,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **_: object) -> Itera
 
     Raises:
         ConfigurationError: a given rank or world size differs from the world's.
+        AxonError: the job cannot be joined.
     """
     global _joined, _rendezvous_count
     address = urlparse(url)

@@ -6,8 +6,8 @@ own world is never closed. A process has one session at a time.
 At its beginning the first of these is taken: a `World` that the user has made; the job of `AXON_PS_COORDINATOR`; a job
 that the ranks form over c10d's store (`worker.bootstrap`).
 
-At its end each rank sets a key in the key-value store, and waits for a limited time for the keys of the others, because
-a leaving worker ends the calls of others with it.
+Before it closes a world, each rank sets a key in the key-value store. It then waits for a limited time for the keys of
+the others, because a leaving worker ends the calls of others with it.
 """
 
 from __future__ import annotations

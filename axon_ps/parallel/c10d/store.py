@@ -36,8 +36,8 @@ class KVStore(Store):
         prefix: the beginning of its keys.
         timeout_s: seconds that `get` and `wait` wait.
 
-    Every method raises the errors of the coordinator's store: `InvalidRequest` for a key of more than 512 bytes or a
-    value of more than 1 MiB, `Busy` when it is full, `Broken` and `Closed` when it cannot be reached.
+    Methods that read or write keys raise the errors of the coordinator's store: `InvalidRequest` for a key of more than
+    512 bytes or a value of more than 1 MiB, `Busy` when it is full, `Broken` and `Closed` when it cannot be reached.
     """
 
     def __init__(

@@ -160,7 +160,8 @@ class CoalescedWork(C10dWork):
         """Block until all have ended.
 
         Raises:
-            AxonError: the error of the first that failed; the others have ended, too.
+            Timeout: one had not ended after `timeout`, which counts for each; it goes on.
+            AxonError: the error of the first that failed; the others were waited for, too.
         """
         failure: AxonError | None = None
         for work in self._works:

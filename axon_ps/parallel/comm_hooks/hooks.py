@@ -76,14 +76,14 @@ class CommunicationHook(ABC):
         return
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the residuals of this rank, for a checkpoint: f32[N] by "residual.BUCKET"; see `Residuals`."""
+        """Return this rank's residuals for a checkpoint, by "residual.BUCKET" and "average.BUCKET"; see `Residuals`."""
         return {} if self.feedback is None else self.feedback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what `state_dict` of the same rank gave, for the same buckets.
 
         Raises:
-            InvalidRequest: it does not fit.
+            InvalidRequest: a name is unknown, or this hook has no residuals. Sizes are checked when buckets are sent.
         """
         if self.feedback is not None:
             self.feedback.load_state_dict(state)
@@ -92,7 +92,7 @@ class CommunicationHook(ABC):
 
 
 class AllReduceHook(CommunicationHook):
-    """One all-reduce in the gradients' own dtype, summed in f32 and rounded once."""
+    """One all-reduce in the gradients' own dtype; bf16 and f16 are summed in f32 and rounded once."""
 
     def start(self, bucket: GradientBucket) -> Work[Any]:
         """See `CommunicationHook`."""

@@ -18,7 +18,7 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
     Args:
         name: "all_reduce", "bf16", "fp16", "int8", "int4", "top_k" or the name of any other compressor.
         error_feedback: True to add the compression error to the next gradient; None = the hook's default: bf16 and
-            fp16 do not, all others do.
+            fp16 do not, int8 and the compressors do.
         options: options of the compressor, such as `fraction=0.01` of top_k; int8, bf16 and fp16 take none here.
 
     Raises:

@@ -7,8 +7,8 @@ Owns: the memory of the errors, by bucket, and moving them when gradients go to 
 Note: [Error feedback]
 The error of quantising is added to the next gradient (Seide et al. 2014, "1-bit SGD"; Karimireddy et al. 2019,
 https://arxiv.org/abs/1901.09847). Both directions do so, as in DoubleSqueeze (Tang et al. 2019,
-https://arxiv.org/abs/1905.05957): every rank has the residual of its gradient, f32[N], and the owner of a segment has
-that of the average, f32[N_p], which is n times as much in terms of one rank's gradient.
+https://arxiv.org/abs/1905.05957): every rank has the residual of its gradient, f32[N]. The owner of a segment has that
+of the average, f32[N_p], which is n times as much in terms of one rank's gradient.
 """
 
 from __future__ import annotations

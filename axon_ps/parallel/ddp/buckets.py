@@ -39,7 +39,7 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
 
 
 def flat_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
-    """Return T[numel] of zeros: device memory, or host memory that the ranks of a host map (no collective copies it).
+    """Return T[numel] of zeros: device memory, or host memory, which the ranks of a host map if their group can.
 
     Args:
         numel: number of elements.
@@ -112,7 +112,10 @@ class GradientBucket:
         return self._memory[: self._numel]
 
     def reserve(self, shape: Sequence[int], member: int) -> Tensor | None:
-        """Reserve memory for a gradient; return its view, of zeros, or None when it does not fit."""
+        """Reserve memory for a gradient; return its view, or None when it does not fit.
+
+        The view is of zeros until the first `clear`.
+        """
         numel = math.prod(shape)
         if self._numel + numel > self.capacity:
             return None

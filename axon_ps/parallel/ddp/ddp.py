@@ -42,13 +42,13 @@ class DistributedDataParallel(nn.Module):
 
     Use it like the module, with any torch optimizer made after wrapping. After `backward()` every `param.grad` is the
     average over the ranks, so equal optimizers leave equal parameters. Gradients travel in buckets while backward goes
-    on. Buckets are in shared memory of the ranks of a host. Their order is the reverse of `parameters()` at first; from
-    the second step on it is the order in which rank 0's gradients came. (Li et al., "PyTorch Distributed",
+    on. Buckets of host memory are shared by the ranks of a host. Their order is the reverse of `parameters()` at first;
+    from the second step on it is the order in which rank 0's gradients came. (Li et al., "PyTorch Distributed",
     https://arxiv.org/abs/2006.15704.)
 
-    Making it is collective, and so are its forwards with gradients in training mode (when there are buffers to
-    broadcast) and its backwards outside of `no_sync()`. A forward in `eval()` mode, or without gradients, is not
-    collective: one rank may evaluate by itself.
+    Making it is collective. Outside of `no_sync()`, so are its forwards with gradients in training mode (when there are
+    buffers to broadcast) and, unless the strategy is NO_SYNC, its backwards. A forward in `eval()` mode, or without
+    gradients, is not collective: one rank may evaluate by itself.
 
     A module may be wrapped again, after an error or in another group; its earlier wrappers do nothing then.
 
@@ -58,7 +58,8 @@ class DistributedDataParallel(nn.Module):
         module: the module, the same on every rank; every rank gets rank 0's values.
         group: the ranks; None = all workers of the current world.
         bucket_size_mb: gradients that travel together, in MiB. The first bucket has at most 1 MiB, the others double.
-        broadcast_buffers: True = buffers (running statistics, say) become rank 0's before each training forward.
+        broadcast_buffers: True = buffers (running statistics, say) become rank 0's before each training forward with
+            gradients outside of `no_sync()`.
         gradient_as_bucket_view: True = `param.grad` is the bucket's memory. This saves as much memory as the gradients
             take; `grad.detach_()` and `zero_grad(set_to_none=False)` work in place then.
         find_unused_parameters: True = some parameters may get no gradient in some backward, on some ranks or all. It
@@ -68,8 +69,9 @@ class DistributedDataParallel(nn.Module):
 
     Raises:
         LayoutMismatch: another rank wraps another module; the message names the difference.
-        InvalidRequest: nothing in it is to be trained, or a parameter is on the meta device or of a dtype that is not
-            averaged.
+        InvalidRequest: nothing in it is to be trained, it is wrapped already, a parameter is on the meta device or of a
+            dtype that is not averaged, or `bucket_size_mb` is not above 0.
+        Misuse: no group was given and there is no current world.
 
     After an error: the gradients of a backward that failed are undefined, and other ranks may wait for this one until
     their deadline. If a rank has died they get `MemberLost` at once; make a group of the ranks that are left and wrap
@@ -218,7 +220,8 @@ class DistributedDataParallel(nn.Module):
         no rank has one, it stays None.
 
         Raises:
-            Misuse: a backward is under way.
+            Misuse: a backward is under way, or was broken off.
+            InvalidRequest: a gradient is sparse.
         """
         self._reducer.reduce_now()
 
@@ -226,7 +229,7 @@ class DistributedDataParallel(nn.Module):
         """Average gradients by a hook from now on; every rank must call it, with the same hook.
 
         Args:
-            hook: a `CommunicationHook`; or the name of one ("bf16", "fp16", "int8", "top_k", "all_reduce"); or a
+            hook: a `CommunicationHook`; or the name of one, as for `comm_hook` ("bf16", "int8", "top_k", say); or a
                 function of a bucket and a group that makes `bucket.flat` the average; None = the default.
 
         Returns:
@@ -234,7 +237,7 @@ class DistributedDataParallel(nn.Module):
 
         Raises:
             InvalidRequest: it is none of these.
-            Misuse: a backward is under way.
+            Misuse: a backward is under way, or was broken off.
         """
         chosen = as_hook(hook)
         self._reducer.set_hook(chosen)

@@ -57,7 +57,7 @@ class Reducer:
     Args:
         named: the parameters to train, each once, in the order of forward; the same on every rank.
         group: the ranks.
-        bucket_bytes: size of a bucket.
+        bucket_bytes: size of the largest bucket.
         as_views: True = `param.grad` is the bucket's memory.
         find_unused: True = a backward may leave parameters out.
         strategy: the time at which buckets are reduced.
@@ -258,7 +258,7 @@ class Reducer:
 
     @torch.no_grad()
     def _finish(self, *, find_unused: bool, announce: bool | None = None) -> None:
-        """Wait for the averages. `announce`: exchange which parameters were used; `grad` of the others stays None."""
+        """Wait for the averages. `announce`: exchange which parameters were used; `grad` of the others stays."""
         round_ = self._round
         assert round_ is not None
         if round_.missing and not find_unused:

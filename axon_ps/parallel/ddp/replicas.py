@@ -18,7 +18,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import LayoutMismatch
 
 PACKED_BYTES = 25 << 20
-"""Tensors are packed up to this size; a larger one is sent without a copy."""
+"""Tensors are packed up to this size; a larger one is sent without a copy, if it is contiguous."""
 
 
 def check_same(group: ProcessGroup, lines: Sequence[str]) -> None:
@@ -26,7 +26,7 @@ def check_same(group: ProcessGroup, lines: Sequence[str]) -> None:
 
     Args:
         group: the ranks.
-        lines: a description, one parameter a line.
+        lines: a description, one parameter or buffer a line.
 
     Raises:
         LayoutMismatch: some ranks differ from rank 0; raised on every rank. The message names those ranks, or on one of

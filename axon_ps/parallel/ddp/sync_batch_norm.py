@@ -54,8 +54,8 @@ class SyncBatchNorm(_BatchNorm):
         bias: True = there is a bias with the weight.
 
     Raises:
-        InvalidRequest: in a training forward: the input has other channels or fewer than two dimensions (the other
-            ranks get the error too), or all ranks together have one value per channel or none.
+        InvalidRequest: in a forward: the input has other channels or fewer than two dimensions (in training the other
+            ranks get the error too); in training: all ranks together have one value per channel or none.
         Misuse: in a training forward: no group was given and there is no current world.
 
     After an error: see `ProcessGroup`. The running statistics are unchanged.

@@ -50,7 +50,7 @@ class GradientSynchronizer:
 
     Args:
         strategy: the time at which buckets are reduced; with NO_SYNC `sync_all` gives this rank's own gradients.
-        bucket_numel: elements of a bucket.
+        bucket_numel: elements of a bucket of f32; those of other dtypes have as many bytes.
         group: the ranks; None = all workers of the current world.
 
     Raises:
@@ -79,7 +79,7 @@ class GradientSynchronizer:
         return tuple(self._buckets)
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Make buckets for gradients of these shapes, dtypes and devices. The first call is collective.
+        """Make buckets for gradients of these shapes, dtypes and devices. The first call for host memory is collective.
 
         Args:
             tensors: parameters, or anything like their gradients, in the order in which gradients are expected.
@@ -134,7 +134,7 @@ class GradientSynchronizer:
             The gradients, in the order of `prepare`; they are views of the buckets and valid until `clear`.
 
         Raises:
-            Misuse: gradients are missing; the message names them.
+            Misuse: gradients are missing (not with NO_SYNC); the message names them.
             InvalidRequest: it is another group.
             AxonError: a collective failed.
 

@@ -127,7 +127,7 @@ class Channel:
         return message
 
     def poison(self, text: str) -> None:
-        """Send an error in place of every message that others still expect of this rank, behind those sent already."""
+        """Send an error on every edge from this rank to another one, behind the messages sent already."""
         for boundary in range(len(self._owner) - 1):
             for edge in (Edge(False, boundary), Edge(True, boundary)):
                 if self._owner[edge.sender] == self._rank and not self._is_local(edge):

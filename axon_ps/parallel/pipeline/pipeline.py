@@ -53,8 +53,10 @@ class Pipeline(nn.Module):
         tied: the copies of each parameter that stages share, as (stage, name in its module); the same on every rank.
 
     Raises:
-        InvalidRequest: the schedule does not exist for so many ranks, stages or microbatches.
-        Disagreement: the ranks gave different arguments.
+        InvalidRequest: the schedule does not exist for so many ranks, stages or microbatches, or (ZERO_BUBBLE) for this
+            torch; or `loss_reduction` is neither.
+        Disagreement: the ranks gave different arguments, or tied copies differ in shape or dtype.
+        AttributeError: a stage has no parameter of a tied name.
     """
 
     def __init__(
@@ -195,7 +197,8 @@ class Pipeline(nn.Module):
             Broken: a stage of another rank failed; the message names the stage, the rank, the action and the error.
             Misuse: there is no loss function.
             Exception: a stage of this rank failed with it; a note names the stage.
-            AxonError: a rank has died, or did not come in time.
+            InvalidRequest: this rank's batch or target cannot be cut; the other ranks get `Broken`.
+            AxonError: a rank has died, or did not come in time; or the pipeline is over already.
 
         After an error: gradients are undefined, parameters are as before. With a group the pipeline is over, on every
         rank; make another. The group it was given goes on, unless a rank has died.

@@ -148,7 +148,7 @@ def _neighbouring(local: Sequence[int], warmup: int, microbatches: int) -> Itera
 
 
 def _looped(local: Sequence[int], rank: int, ranks: int, microbatches: int, *, split: bool) -> Iterator[Action]:
-    """Yield the same over k stages: p microbatches go through the first of them, then through the second, and so on.
+    """Yield the same over k stages: a round's microbatches go through the first of them, then the second, and so on.
 
     With `split`, the gradients of weights come as many actions after those of inputs as the rank's number.
     """

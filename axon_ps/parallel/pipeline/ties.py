@@ -39,7 +39,7 @@ class TiedParameters:
 
     Raises:
         AttributeError: a stage has no parameter of that name.
-        Disagreement: the copies have different shapes or dtypes.
+        Disagreement: copies on different ranks have different shapes or dtypes.
     """
 
     def __init__(

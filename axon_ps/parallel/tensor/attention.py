@@ -1,8 +1,8 @@
 """`TensorParallelAttention`: multi-head attention with its heads split among the ranks of a group.
 
 Rank i projects the input to queries, keys and values of its heads alone, attends, and multiplies by its columns of the
-output projection; one sum over the ranks makes the result. Forward takes one all-reduce, and so does backward, for any
-number of heads (Shoeybi et al. 2019, section 3).
+output projection; one sum over the ranks makes the result. Self-attention takes one all-reduce in forward and
+one in backward, for any number of heads (Shoeybi et al. 2019, section 3).
 
 Note: [Dropout by head]
 Each head draws its dropout mask from a generator of its own, seeded by one number from torch's default host generator
@@ -119,8 +119,8 @@ class TensorParallelAttention(TensorParallelModule):
             As x.
 
         Raises:
-            InvalidRequest: the mask is of another number of heads; or, with `sequence_parallel`, the sequence does not
-                divide.
+            InvalidRequest: the mask is of another number of heads.
+            Disagreement: with `sequence_parallel`, the ranks' shards of the sequence differ.
 
         After an error: see `ProcessGroup`.
         """
@@ -212,7 +212,8 @@ class TensorParallelAttention(TensorParallelModule):
             options: as for the constructor (`causal`, `sequence_parallel`).
 
         Raises:
-            InvalidRequest: it is not batch first, has other sizes for keys or values, `bias_k`, or `add_zero_attn`.
+            InvalidRequest: it is not batch first, has other sizes for keys or values, `bias_k`, or `add_zero_attn`;
+                or as for the constructor.
         """
         if not attention.batch_first:
             raise InvalidRequest("the attention takes [sequence, batch, hidden]; build it with batch_first=True")

@@ -97,6 +97,9 @@ def clip_grad_norm(
     Returns:
         The norm before, f32[].
 
+    Raises:
+        InvalidRequest: `norm_type` is not a positive number.
+
     After an error: no gradient was changed.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)

@@ -9,7 +9,7 @@ A column-parallel layer without `gather_output`, something element by element, a
 
 With `sequence_parallel` the tensors outside of the pair are sharded along the sequence instead of being replicated: the
 column-parallel layer's input, and the row-parallel layer's output, are this rank's equal shard of it. The same bytes
-move (an all-reduce is a reduce-scatter and an all-gather), and the modules between pairs of layers (norms, dropout,
+move (an all-reduce is a reduce-scatter and an all-gather). The modules between pairs of layers (norms, dropout,
 residuals) cost 1/n of the memory and time (Korthikanti et al. 2022). The parameters of these modules need
 `sum_gradients`.
 
@@ -159,7 +159,7 @@ class ColumnParallelLinear(ParallelLinear):
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
     Raises:
-        InvalidRequest: a size is below 1.
+        InvalidRequest: a size is below 1, or `bias` is not a bool.
         Misuse: as for `TensorParallelModule`.
     """
 
@@ -192,6 +192,9 @@ class ColumnParallelLinear(ParallelLinear):
         Returns:
             [..., out_features], replicated; without `gather_output` [..., this rank's features].
 
+        Raises:
+            Disagreement: with `sequence_parallel`, the ranks' shards of the sequence differ.
+
         After an error: see `ProcessGroup`.
         """
         (y,) = project(x, self.group, [self.matrix], self.sequence_dim if self.sequence_parallel else None)
@@ -220,7 +223,7 @@ class RowParallelLinear(ParallelLinear):
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
     Raises:
-        InvalidRequest: a size is below 1.
+        InvalidRequest: a size is below 1, or `bias` is not a bool.
         Misuse: as for `TensorParallelModule`.
     """
 

@@ -60,7 +60,7 @@ class TensorParallelModule(nn.Module):
         return Shards(self.group, partition.dim, partition.counts).gather(value.detach())
 
     def shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a tensor of a parameter's full shape; a view if there are several shards."""
+        """Return this rank's shard of a tensor of a parameter's full shape: a view, or `full` itself if replicated."""
         partition = self.partitions.get(name)
         return full if partition is None else partition.shard_of(full)
 

@@ -6,7 +6,7 @@ Owns: one autograd function from a replicated tensor (or a shard of a sequence) 
 - the input's gradient is summed over the ranks while the weights' gradients are computed (of host memory; see
   `_begun`);
 - of a sequence only this rank's shard is saved for backward, and gathered again there while the input's gradient is
-  computed (Korthikanti et al. 2022, section 4.2.2): that saves 1/n of the bytes, and moves one all-gather more;
+  computed (Korthikanti et al. 2022, section 4.2.2): that stores 1/n of the bytes, and moves one all-gather more;
 - several matrices of one input (queries, keys, values) share one exchange.
 
 After an error: as for `tensor.functions`.

@@ -35,7 +35,8 @@ def full_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None, *
         cpu: move full tensors to the host, one entry after the other; if not, everything stays where it is.
 
     Returns:
-        Name -> tensor, in the order of the state dict; tensors that are not sharded share the module's memory.
+        Name -> tensor, in the order of the state dict; tensors that are not sharded share the module's memory, unless
+        they are moved.
 
     After an error: the module is as it was.
     """

@@ -97,7 +97,10 @@ class CoordinatorBackend(RendezvousBackend):
         return (from_json(stored), stored) if stored else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Store a state if the bytes stored equal `token`; return state and bytes stored then, and True if replaced.
+        """Store a state if the bytes stored equal `token`, or are absent without one.
+
+        Returns:
+            The state and bytes stored then, and True if they were replaced; None if nothing is stored.
 
         Raises: as `get_state`.
         """
