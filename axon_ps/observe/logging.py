@@ -60,7 +60,7 @@ class IdentityFilter(logging.Filter):
 
 
 class PlainFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO shard 1 axon_ps.shard.server.server: message`."""
+    """`2026-01-31T12:00:00.123Z INFO shard 1 shard.server.server: message`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one line, and the traceback indented below it."""

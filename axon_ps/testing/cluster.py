@@ -203,6 +203,10 @@ class LocalCluster:
             kwargs: keyword arguments of the function.
             env: further variables.
             ranks: the ranks they request; None = 0 to n - 1.
+
+        Raises:
+            InvalidRequest: the function is sent by value, and cloudpickle is not installed.
+            TypeError, AttributeError, ValueError, pickle.PicklingError: it or an argument cannot be sent.
         """
         ranks = range(self.world_size if n is None else n) if ranks is None else ranks
         workers = [
@@ -256,6 +260,9 @@ class LocalCluster:
         Args:
             role: "coordinator", "shard", "proxy" or "worker".
             index: its number, in the order in which they were started.
+
+        Raises:
+            InvalidRequest: there is none.
         """
         return self._processes.get(role, index)
 
@@ -275,6 +282,7 @@ class LocalCluster:
 
         Raises:
             Misuse: it still runs, or it is a worker.
+            AxonError: the new one does not listen in time; its log is in the message.
         """
         old = self.process(role, index)
         if old.exit_code is None:

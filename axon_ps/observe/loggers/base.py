@@ -1,4 +1,4 @@
-"""The interface of loggers: three methods, by Lightning's names."""
+"""The interface of loggers: three methods, of which two have Lightning's names."""
 
 from __future__ import annotations
 

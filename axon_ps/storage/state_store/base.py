@@ -108,6 +108,7 @@ class SharedStateStore(StateStore):
 
         Raises:
             Broken: the store cannot be reached; try again.
+            StorageFull: the store has no space left.
             ConfigurationError: it never can be, as it is configured.
             Closed: the store was closed.
         """
