@@ -331,8 +331,8 @@ def log_damaged(uri: str, error: AxonError) -> None:
 def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] = log_damaged) -> list[Manifest]:
     """Return the complete checkpoints at `uri` and in its directories, oldest first.
 
-    Those with a manifest that cannot be read, or must not be loaded, are left out. They are ordered by version; if there
-    are several models, by the sum of their versions.
+    Those with a manifest that cannot be read, or must not be loaded, are left out. They are ordered by version; if
+    there are several models, by the sum of their versions.
 
     Args:
         uri: a checkpoint, or a directory of them.

@@ -3,8 +3,8 @@
 Note: [Roots]
     A local directory is allowed if it lies in a root once every link and `..` is followed. It is checked again when it
     is open, so it does not help to exchange a directory for a link after the first check. A URI with a scheme is
-    checked by its text, and refused if that has `..` in it. A chain of file systems ("zip::s3://...") is never opened. Without
-    roots, all of `SCHEMES` are allowed: this is for a process that only its own user can send requests to.
+    checked by its text, and refused if that has `..` in it. A chain of file systems ("zip::s3://...") is never opened.
+    Without roots, all of `SCHEMES` are allowed: this is for a process that only its own user can send requests to.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Span:
     """A timed part of a step.
 
     Attributes:
-        name: its kind: "step", "gather", "forward", "backward", "push", "vote", "commit", "apply".
+        name: its kind: "step", "gather", "push", "vote", "commit", "apply".
         context: its context.
         parent_id: the span that contains or caused it; 0 = none.
         start_ns: its begin, in ns since 1970, by this process's clock.
