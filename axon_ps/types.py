@@ -279,7 +279,7 @@ class Outcome(enum.Enum):
 
     COMMIT = "commit"
     SKIP = "skip"  # non-finite gradients: nothing applied, the version stays
-    ABORT = "abort"  # the membership changed, or the votes disagreed
+    ABORT = "abort"  # nothing applied, the version stays; `Decision.reason` says why
 
 
 @dataclass(frozen=True, kw_only=True)

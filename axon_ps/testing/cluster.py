@@ -122,6 +122,7 @@ class LocalCluster:
 
         Raises:
             AxonError: one of them ended, or did not listen in time; its log is in the message.
+            Misuse: this cluster is running already.
         """
         loops.compile_missing(_logger.warning)
         self.directory = self._processes.open()
@@ -163,7 +164,11 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """The coordinator's "host:port"; with several coordinators, theirs, separated by commas."""
+        """The coordinator's "host:port"; with several coordinators, theirs, separated by commas.
+
+        Raises:
+            Misuse: this cluster is not running.
+        """
         if not self._processes.is_open:
             raise Misuse("this LocalCluster is not running; use it as a context manager")
         return self._address

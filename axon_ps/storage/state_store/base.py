@@ -50,6 +50,7 @@ class StateStore(ABC):
         """Return everything stored; empty for a new job.
 
         Raises:
+            AxonError: it could not be read.
             Closed: the store was closed.
         """
 
