@@ -29,7 +29,7 @@ _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 def printable(text: str, max_chars: int | None = None, *, lines: bool = False) -> str:
-    """Return the text with an escape ("\\x1b") for every character that a terminal would not print, but obey.
+    """Return the text with an escape ("\\x1b") for every character that is not printable.
 
     Args:
         text: of another program.
@@ -58,7 +58,7 @@ def suggestion(name: str, known: Iterable[str], *, prefix: str = "", min_similar
 
 
 def value_of_json(text: str | bytes, what: str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Return the value of a JSON text, within bounds: the text decides neither the stack nor the memory it takes.
+    """Return the value of a JSON text, within bounds of its length, its depth and its number of values.
 
     Args:
         text: of another program; bytes are UTF-8.

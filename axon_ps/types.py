@@ -1,4 +1,4 @@
-"""Value types that every package shares: dtypes, roles, members, decisions; pure data, without imports of ours."""
+"""Value types that every package shares: dtypes, roles, members, decisions; pure data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DType(enum.Enum):
         itemsize: bytes of one element.
         is_float: whether it is a floating-point number.
         spellings: the names by which users may give it.
-        torch_name: the first of them, which is that of torch and numpy.
+        torch_name: the first of them: of a dtype of `NUMBERS`, torch's.
     """
 
     F32 = "f32"
@@ -259,7 +259,7 @@ class Membership:
 
 
 def numbered(workers: Iterable[Member], by_node: bool) -> tuple[tuple[Member, ...], int]:
-    """Return workers, sorted by rank, with their local ranks and replicas, and the number of replicas.
+    """Return workers, given by rank, with their local ranks and replicas, and the number of replicas.
 
     Replicas are numbered densely by rank; where a node is a replica, by the lowest rank of each node.
     """
@@ -279,7 +279,7 @@ class Outcome(enum.Enum):
 
     COMMIT = "commit"
     SKIP = "skip"  # non-finite gradients: nothing applied, the version stays
-    ABORT = "abort"  # the membership changed, or the votes disagreed
+    ABORT = "abort"  # nothing applied, the version stays; `Decision.reason` says why
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""The command line `axon-ps`: the only reader of configuration, and the only place that prints or exits."""
+"""The command line `axon-ps`: its commands, their options and settings, and their output."""

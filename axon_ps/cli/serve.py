@@ -35,7 +35,7 @@ DRAIN_S = 20
 """Seconds that a service gets to finish running calls; SIGALRM ends it after that."""
 
 _OF_SERVERS = ("axon_ps.rpc.health_service", "grpc_reflection.v1alpha.reflection")
-"""What a server needs when it starts, imported before the event loop runs; `rpc.server` logs what is not installed."""
+"""Modules that a server needs, imported before the event loop runs; `rpc.server` logs those that are not installed."""
 
 Ready = Callable[[int], None]
 

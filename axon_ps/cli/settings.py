@@ -1,8 +1,7 @@
 """Every setting of the command line, composed from flags, environment, a file and defaults, in that order.
 
-This module and `worker.environment` (the variables that a worker gets from its launcher) are the only readers of
-environment variables; the names here are `AXON_PS_` plus the field's name, the same that workers read. The file is TOML
-with the same names in lower case at its top level, named by `--config` or `AXON_PS_CONFIG`.
+The variables here are called `AXON_PS_` plus the field's name; workers read the same (`worker.environment`). The file
+is TOML with the same names in lower case at its top level, named by `--config` or `AXON_PS_CONFIG`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Settings(BaseSettings):
         tls_lifetime_s: how long a certificate of the job's own authority holds.
         spiffe_pattern: the form of the names in these certificates, if another authority than ours made them.
         tls_mutual: servers: ask every client for a certificate of `tls_ca`.
-        insecure: bind beyond loopback without TLS or without a token.
+        insecure: bind and connect beyond loopback without TLS or without a token.
         node: name of this host, if it should not be the host name.
         http_port: services: port of the HTTP endpoint, on the address that they listen on; 0 = any free one, None =
             there is no endpoint. Of `run`: that of the embedded coordinator, its shard servers have the next ones.
@@ -221,7 +220,7 @@ class Settings(BaseSettings):
         return TracePolicy(every=self.trace_every, protocol=(*protocols, TracePolicy().protocol)[0])
 
     def environment(self, *, token: str) -> dict[str, str]:
-        """Return the variables that pass these settings to a child process."""
+        """Return the variables that pass to a child process the settings that it shares."""
         values = {
             "JOB": self.job,
             "OBSERVER_TOKEN": self.resolved_observer_token,

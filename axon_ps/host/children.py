@@ -153,7 +153,7 @@ class Child:
         return self._log.read_bytes()[-_MAX_OUTPUT_BYTES:].decode("utf-8", "replace")
 
     def ready_line(self, deadline: float) -> str:
-        """Return the address at which it listens; empty when it died or `deadline` (of `time.monotonic`) passed."""
+        """Return the line with its address; empty when it died or `deadline` (of `time.monotonic`) passed."""
         content = b""
         if self.ready_fd < 0:  # it has ended
             return ""

@@ -1,7 +1,7 @@
 """A process of this host with which this one shares segments, passed in both directions.
 
 Owns: the record of segments that each side has mapped, and the limit on them here. Refuses: to know their contents, and
-when these may be used; leases (`host.leases`) and collectives know.
+when these may be used; leases (`host.leases`) and collectives say that.
 
 A segment is passed once, before the message that names it by its number. A receiver that does not know a number reads
 its socket first; if the segment is not there either, the sender is wrong. When an owner closes a segment, it sends the
@@ -127,7 +127,7 @@ class HostPeer:
     def take(self) -> None:
         """Map the segments that the peer has passed, and drop those that it has closed. Raises as `view` does.
 
-        After an error: the connection is closed, and the mappings stay until this object ends.
+        After an error other than `Busy`: the connection is closed, and the mappings stay until this object ends.
         """
         try:
             while (found := self._socket.receive()) is not None:

@@ -36,7 +36,7 @@ def tag_of(memory: Array) -> Array:
 class ReadLease:
     """Permission to read bytes of a segment.
 
-    Never changed once it is made; not frozen, because that takes three times as long to make.
+    It is never changed once it is made. It is not frozen, because making it would take three times as long.
 
     Attributes:
         segment: the segment's number.

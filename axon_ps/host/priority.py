@@ -16,7 +16,7 @@ _LONGEST_REST_S: Final = 1.0
 
 
 def lower() -> None:
-    """Lower the calling thread's priority below all others, for good. Does nothing where forbidden."""
+    """Lower the calling thread's priority to `nice` 10, for good, if that is allowed."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW)
 
@@ -34,7 +34,7 @@ class Throttle:
     duty_cycle: float = 1.0
 
     def rest(self, worked_s: float) -> None:
-        """Sleep after `worked_s` seconds of work."""
+        """Sleep after `worked_s` seconds of work, for at most 1 s."""
         if self.duty_cycle < 1.0:
             time.sleep(min(worked_s * (1.0 / self.duty_cycle - 1.0), _LONGEST_REST_S))
 

@@ -86,7 +86,7 @@ class SharedArrays:
         """Revoke the other processes' access to an array's memory; the array retains its address and its values.
 
         Used after a collective that failed: a peer that was suspended may continue much later and still write. It then
-        writes to the old segment, which is no longer the array's memory.
+        writes to the old segment, which is no longer the array's memory. Without memory for a copy nothing is revoked.
         """
         with self._lock, contextlib.suppress(Busy):  # without memory for a copy nothing can be done
             if (found := self._find(address, size_bytes)) is not None:

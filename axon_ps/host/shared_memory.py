@@ -8,7 +8,7 @@ Invariants:
   nothing remains when processes are killed, however many at once. Only processes with its descriptor can map it.
 - All of its pages are allocated when `create` returns, and it is sealed: no process can make it shorter. So access to
   it never ends in SIGBUS, in any process. A segment from another process is refused unless the same holds for it.
-- A segment that others only read is sealed against their writing, whatever they do with the descriptor.
+- A segment made with `read_only` is sealed against the writing of others, whatever they do with the descriptor.
 
 Note: [Memory is freed elsewhere]
     The kernel takes 0.3 s to free a GiB, in the call that unmaps or closes it last. That call is in the thread in which

@@ -1,1 +1,4 @@
-"""Logs, reminders of waits, and moments for tests. Library modules only call `logging.getLogger(__name__)`."""
+"""Logs, metrics, traces, reminders of waits, and moments for tests.
+
+Library modules only call `logging.getLogger(__name__)`.
+"""

@@ -1,8 +1,8 @@
 """The newest log records of this process, which its session sends to the job's log.
 
-It has the records of axon_ps, at the levels at which this process logs them, and the failure of a training script. It
-does not have a script's output, nor the records of its own loggers. A script whose record belongs in the job's log uses
-a child of "axon_ps", such as "axon_ps.train".
+It has the records of axon_ps from INFO on that pass the levels of their loggers, and the failure of a training script.
+It does not have a script's output, nor the records of its own loggers. A script whose record belongs in the job's log
+uses a child of "axon_ps", such as "axon_ps.train".
 
 Memory is bounded: `MAX_RECORDS` of `MAX_TEXT` characters. When it is full the oldest are dropped, and counted. The
 records from `take` have no secrets: tokens of this process, and credentials in URIs and headers, are removed.

@@ -1,7 +1,7 @@
 """The log of a process: one line per record, with time, level, role and rank.
 
 Owns: the handler of the logger "axon_ps". Refuses: to change the root logger, which belongs to the user's program.
-Importing the library configures nothing: only the command line calls `configure`.
+Importing the library configures nothing: only services call `configure`, those of the command line and of Ray.
 
 | style | format |
 |---|---|
@@ -39,7 +39,7 @@ class IdentityFilter(logging.Filter):
     """Adds role and rank to every record. The rank is known only after joining, so `rank` may be set later.
 
     Args:
-        role: "coordinator", "shard", "worker" or "run".
+        role: "coordinator", "shard" or "proxy"; the name of the service under Ray.
         rank: the rank; None until it is known.
     """
 
@@ -60,7 +60,7 @@ class IdentityFilter(logging.Filter):
 
 
 class PlainFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO shard 1 axon_ps.shard.server.server: message`."""
+    """`2026-01-31T12:00:00.123Z INFO shard 1 shard.server.server: message`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one line, and the traceback indented below it."""

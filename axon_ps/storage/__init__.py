@@ -1,7 +1,7 @@
 """Durable data: the coordinator's state, the files of checkpoints, their manifest and their export.
 
-state_store   the coordinator's durable records (memory, sqlite)
+state_store   the coordinator's durable records (memory, sqlite, etcd)
 files         directories of files behind one interface (local, fsspec)
 checkpoint    the slices of a shard server as safetensors    manifest   describes a complete checkpoint
-export        one safetensors file for other programs
+export        safetensors files for other programs
 """

@@ -91,6 +91,7 @@ class SafetensorsWriter:
         They are copied, and may change when this returns.
 
         Raises:
+            OSError: a local file could not be written; `create_file` raises a `CheckpointError` in its place.
             StorageFull: no space left.
             CheckpointError: the file could not be written.
         """
@@ -108,6 +109,7 @@ class SafetensorsWriter:
         """Wait until everything is written.
 
         Raises:
+            OSError: as of `write`.
             StorageFull: no space left.
             CheckpointError: the file could not be written.
         """
@@ -134,7 +136,7 @@ def create_file(
     throttle: Throttle = UNTHROTTLED,
     work: LongWork | None = None,
 ) -> Iterator[SafetensorsWriter]:
-    """Write a safetensors file; it becomes visible once the context ends without an error. See `FileStore.create`.
+    """Write a safetensors file; it is complete once the context ends without an error. See `FileStore.create`.
 
     Args:
         store: its directory.

@@ -36,7 +36,7 @@ def export_model(
     Args:
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
         target: the file to write, a path or "scheme://..."; replaced if it exists.
-        dtype: that of every tensor, as `parse_dtype` takes it; None = those of the user's model.
+        dtype: that of parameters and f32 buffers, as `parse_dtype` takes it; None = those of the user's model.
         model: name of the model, if the checkpoint has several.
         work: gets the bytes to read and to write, and the bytes that were read and written.
 
@@ -75,8 +75,8 @@ class Export:
     """A parameter or buffer of a checkpoint, and the tensor that it becomes.
 
     Attributes:
-        unit: number of a parameter's unit.
-        parameter: its position in the unit; None = it is a buffer.
+        unit: number of a parameter's unit; -1 for a buffer.
+        parameter: the parameter; None = it is a buffer.
         tensor: name, dtype and shape in the file.
         values: those of a buffer, in storage dtype.
     """
@@ -92,8 +92,8 @@ def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> lis
 
     Args:
         manifest: the model's section.
-        dtype: a wire dtype for every tensor; None = those of the user's model.
-        prefix: only parameters whose names begin with it are exported; it is left out of the tensors' names.
+        dtype: a wire dtype for parameters and f32 buffers; None = those of the user's model.
+        prefix: only what has a name that begins with it is exported; it is left out of the tensors' names.
 
     Raises:
         InvalidRequest: no parameter has the prefix.

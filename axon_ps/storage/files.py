@@ -1,11 +1,12 @@
 """Directories of files behind one small interface: local disks and everything that fsspec reaches.
 
-A file becomes visible when it is complete. Locally it is written under a temporary name, synced and renamed. Object
-stores show a file when its upload is completed; large files are uploaded in parts. A file that could not be completed
-is discarded, and its upload aborted. `discard_partial` removes the remains of files that killed processes were writing.
+Locally a file is written under a temporary name, synced and renamed, so it becomes visible when it is complete. Object
+stores show a file when its upload is completed; large files are uploaded in parts. Other file systems may show a file
+while it is written. A file that could not be completed is discarded, and its upload aborted. `discard_partial` removes
+the remains of files that killed processes were writing.
 
-Errors are those of axon_ps: no space left is `StorageFull`, a missing file is `CheckpointNotFound`, and every other
-error is a `CheckpointError` that names the file.
+Errors of a file system become those of axon_ps: no space left is `StorageFull`, a missing file is `CheckpointNotFound`,
+and every other error is a `CheckpointError` that names the file.
 
 `storage.roots` decides which URIs may be opened. A local directory is opened once for each operation, and then checked.
 Its files are reached through the open directory, so it cannot be exchanged for a link in between.
@@ -92,7 +93,7 @@ class FileStore(ABC):
 
     @abstractmethod
     def create(self, name: str, size_bytes: int = 0) -> contextlib.AbstractContextManager[Sink]:
-        """Write a file, replacing one of that name; it becomes visible once the context ends without an error.
+        """Write a file, replacing one of that name; it is complete once the context ends without an error.
 
         Args:
             name: its name.
@@ -114,11 +115,16 @@ class FileStore(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return the names of the complete files in it, sorted; none when the directory does not exist."""
+        """Return the names of the complete files in it, sorted; none when the directory does not exist.
+
+        Raises:
+            CheckpointNotFound: there is no such bucket.
+            CheckpointError: it could not be read.
+        """
 
     @abstractmethod
     def directories(self) -> list[str]:
-        """Return the names of the directories in it, sorted."""
+        """Return the names of the directories in it, sorted. Raises as `names` does."""
 
     @abstractmethod
     def exists(self) -> bool:
@@ -131,7 +137,8 @@ class FileStore(ABC):
     def discard_partial(self, prefix: str = "") -> None:
         """Remove incomplete files of killed processes whose path in this directory begins with `prefix`.
 
-        No process may be writing such a file. Object stores look into directories, too; others do not.
+        No process may be writing such a file. S3 is searched with its directories, a local directory without them.
+        Elsewhere nothing is removed.
 
         Raises:
             CheckpointError: something cannot be removed.
@@ -139,7 +146,7 @@ class FileStore(ABC):
         return
 
     def prune(self) -> None:
-        """Remove the directory itself if it is empty; where directories are only names there is nothing to do."""
+        """Remove the directory itself if it is local and empty."""
         return
 
     @abstractmethod
@@ -404,7 +411,7 @@ def open_store(uri: str) -> FileStore:
     """Open the directory at `uri`: a path, or "scheme://..." for anything that fsspec reaches.
 
     Raises:
-        InvalidRequest: `uri` is empty.
+        InvalidRequest: `uri` is empty, or has a scheme and `..` in it.
         ConfigurationError: it may not be opened (see `storage.roots`), its scheme is unknown, or the package that it
             needs is not installed.
     """

@@ -1,7 +1,7 @@
 """A checkpoint as a Hugging Face directory: safetensors files, their index, config and tokenizer beside them.
 
-The file that names the others is written last: `model.safetensors.index.json`, if there are several. So an
-incomplete directory is not loaded. Values are read and written a few MiB at a time.
+If there are several safetensors files, their index, `model.safetensors.index.json`, is written last. So an incomplete
+directory of several files is not loaded. Values are read and written a few MiB at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from axon_ps.texts import value_of_json
 from axon_ps.types import DType, parse_dtype
 
 MAX_FILE_BYTES: Final = 5 << 30
-"""Largest file: the same as transformers writes."""
+"""Most bytes of tensors in a file that has several of them."""
 
 SINGLE: Final = "model.safetensors"
 CONFIG: Final = "config.json"
@@ -41,24 +41,25 @@ def export_directory(
     max_file_bytes: int = MAX_FILE_BYTES,
     work: LongWork | None = None,
 ) -> int:
-    """Write the parameters of a checkpoint as a directory that `from_pretrained` reads.
+    """Write the parameters and buffers of a checkpoint as a directory that `from_pretrained` reads.
 
     Args:
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
         target: the directory, a path or "scheme://..."; its weights are replaced.
-        dtype: that of every tensor, as `parse_dtype` takes it; None = those of the user's model.
+        dtype: that of parameters and f32 buffers, as `parse_dtype` takes it; None = those of the user's model.
         model: name of the model, if the checkpoint has several.
         like: a directory of the same model, whose config, tokenizer and the like are copied; None = none are.
-        prefix: only parameters whose names begin with it are written, and without it: "gpt2." of a LightningModule that
+        prefix: only what has a name that begins with it is written, and without it: "gpt2." of a LightningModule that
             has the transformers model as its `gpt2`.
-        max_file_bytes: the largest size of a file that has more than one tensor.
+        max_file_bytes: most bytes of tensors in a file that has several of them.
         work: gets the bytes to read and to write, and the bytes that were read and written.
 
     Returns:
         Bytes of the tensors' files.
 
     Raises:
-        InvalidRequest: a value is out of range, the checkpoint has no such model, or `like` has no config.json.
+        InvalidRequest: a value is out of range, the checkpoint has no such model or prefix, `like` has no config.json
+            or a file that is too large, or config.json is not a JSON object.
         CheckpointNotFound: there is no complete checkpoint at `uri`.
         CheckpointCorrupt: a file of it is missing, truncated or altered.
         StorageFull: no space left for the target.

@@ -58,7 +58,7 @@ STATE_PREFIX = "state-"
 """The prefix of every file of a worker's own state."""
 
 MAX_STATE_BYTES = 64 << 20
-"""Most bytes of a file of a worker's own state."""
+"""Most bytes of a worker's own state: of its JSON and its tensors."""
 
 MAX_SLICES: Final = 1 << 21
 """Most slices of a model in a checkpoint: 2048 units over 1024 servers."""
@@ -201,7 +201,7 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
     """Make the directory at `uri` a checkpoint; replaces an earlier one there, and removes its files.
 
     Raises:
-        InvalidRequest: `extra` has values that JSON cannot represent, or a name is not printable.
+        InvalidRequest: `extra` has values that JSON cannot represent, or `read_manifest` would refuse the manifest.
         StorageFull: no space left; an earlier checkpoint there is untouched.
         CheckpointError: it could not be written; an earlier checkpoint there is untouched.
     """
@@ -273,7 +273,8 @@ def read_manifest(uri: str) -> Manifest:
 
     Raises:
         CheckpointNotFound: there is no complete checkpoint.
-        CheckpointCorrupt: the manifest is damaged or of a later format; in a directory of checkpoints, all are.
+        CheckpointCorrupt: the manifest is damaged or of another format; in a directory of checkpoints, none can be
+            loaded.
         CheckpointError: it could not be read, or this process must not load it (see `storage.signature`).
     """
     store = open_store(uri)
@@ -293,7 +294,7 @@ def newest(uri: str, damaged: Callable[[str, AxonError], None] | None = None) ->
         damaged: called with the URI and the error of each that is left out; None = the error is logged.
 
     Raises:
-        CheckpointCorrupt: there are some, and all are damaged: a caller that saw none would begin anew.
+        CheckpointCorrupt: there are some, and none can be loaded: a caller that saw none would begin anew.
         CheckpointError: the directory could not be read.
     """
     left_out: list[AxonError] = []
@@ -330,8 +331,8 @@ def log_damaged(uri: str, error: AxonError) -> None:
 def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] = log_damaged) -> list[Manifest]:
     """Return the complete checkpoints at `uri` and in its directories, oldest first.
 
-    Those with a damaged manifest are left out. They are ordered by version; if there are several models, by the sum
-    of their versions.
+    Those with a manifest that cannot be read, or must not be loaded, are left out. They are ordered by version; if
+    there are several models, by the sum of their versions.
 
     Args:
         uri: a checkpoint, or a directory of them.

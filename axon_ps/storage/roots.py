@@ -2,9 +2,9 @@
 
 Note: [Roots]
     A local directory is allowed if it lies in a root once every link and `..` is followed. It is checked again when it
-    is open, so it does not help to exchange a directory for a link after the first check. A URI with a scheme is judged
-    by its text, and refused if that has `..` in it. A chain of file systems ("zip::s3://...") is never opened. Without
-    roots, local paths and object stores are allowed: this is for a process that only its own user can send requests to.
+    is open, so it does not help to exchange a directory for a link after the first check. A URI with a scheme is
+    checked by its text, and refused if that has `..` in it. A chain of file systems ("zip::s3://...") is never opened.
+    Without roots, all of `SCHEMES` are allowed: this is for a process that only its own user can send requests to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def allow_roots(roots: Sequence[str] | None) -> None:
     """Let this process open checkpoints only in these directories, given as paths or URIs.
 
     Args:
-        roots: the directories; empty = nothing is opened, None = every path and every object store.
+        roots: the directories; empty = nothing is opened, None = every location of `SCHEMES`.
     """
     global _roots
     _roots = None if roots is None else tuple(location_of(root) for root in roots)

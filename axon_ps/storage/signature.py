@@ -2,11 +2,11 @@
 
 The hash that a manifest has of itself is signed, and so is everything in it: the job's name, the layout, every file
 with its hash. The key is derived from a secret of the job that outlives a run, since a job resumes from an earlier
-run's checkpoint. So it is not derived from the job's token, which `axon-ps run` draws anew each time. Without a key
+run's checkpoint. So it is not derived from the job's token, which `axon-ps run` may draw anew. Without a key
 nothing is signed, and no signature is required.
 
-The coordinator alone has the key. It tells shard servers the hash of the manifest that it has checked, so they load
-that manifest, and not a later one in its place.
+Of a job's processes only the coordinator uses the key. It tells shard servers the hash of the manifest that it has
+checked, so they load that manifest, and not a later one in its place.
 """
 
 from __future__ import annotations

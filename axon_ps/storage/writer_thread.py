@@ -74,6 +74,7 @@ class WriterThread:
         """Copy a contiguous buffer of bytes; it may change from now on.
 
         Raises:
+            OSError: an earlier block of a local file could not be written.
             CheckpointError: an earlier block could not be written, or storage has stalled.
         """
         view = memoryview(data)
@@ -91,6 +92,7 @@ class WriterThread:
         """Wait until everything is written; returns its SHA-256 in hex, and its number of bytes.
 
         Raises:
+            OSError: a block of a local file could not be written.
             CheckpointError: a block could not be written, or storage has stalled.
         """
         self._hand_over()

@@ -122,6 +122,7 @@ class LocalCluster:
 
         Raises:
             AxonError: one of them ended, or did not listen in time; its log is in the message.
+            Misuse: this cluster is running already.
         """
         loops.compile_missing(_logger.warning)
         self.directory = self._processes.open()
@@ -163,7 +164,11 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """The coordinator's "host:port"; with several coordinators, theirs, separated by commas."""
+        """The coordinator's "host:port"; with several coordinators, theirs, separated by commas.
+
+        Raises:
+            Misuse: this cluster is not running.
+        """
         if not self._processes.is_open:
             raise Misuse("this LocalCluster is not running; use it as a context manager")
         return self._address
@@ -203,6 +208,10 @@ class LocalCluster:
             kwargs: keyword arguments of the function.
             env: further variables.
             ranks: the ranks they request; None = 0 to n - 1.
+
+        Raises:
+            InvalidRequest: the function is sent by value, and cloudpickle is not installed.
+            TypeError, AttributeError, ValueError, pickle.PicklingError: it or an argument cannot be sent.
         """
         ranks = range(self.world_size if n is None else n) if ranks is None else ranks
         workers = [
@@ -256,6 +265,9 @@ class LocalCluster:
         Args:
             role: "coordinator", "shard", "proxy" or "worker".
             index: its number, in the order in which they were started.
+
+        Raises:
+            InvalidRequest: there is none.
         """
         return self._processes.get(role, index)
 
@@ -275,6 +287,7 @@ class LocalCluster:
 
         Raises:
             Misuse: it still runs, or it is a worker.
+            AxonError: the new one does not listen in time; its log is in the message.
         """
         old = self.process(role, index)
         if old.exit_code is None:

@@ -1,4 +1,4 @@
-"""`ClusterEnvironment`: the variables by which the processes of a `LocalCluster` find each other. Pure."""
+"""`ClusterEnvironment`: the variables by which the processes of a `LocalCluster` find each other."""
 
 from __future__ import annotations
 

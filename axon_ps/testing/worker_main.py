@@ -120,7 +120,7 @@ def _can_be_imported(name: str) -> bool:
 
 
 def main(fd: int) -> int:
-    """Serve one call on the pipe `fd`; returns 0 if the function returned."""
+    """Serve one call on the pipe `fd`; returns 0 if the function returned and its result was sent."""
     faulthandler.enable()  # SIGABRT, which the parent sends when time is up, prints every thread's stack
     with Connection(fd) as connection:
         by_value = False

@@ -72,7 +72,7 @@ class WorkerResult:
 
 
 class WorkerFailed(Exception):
-    """A worker raised or died.
+    """A worker raised, died or did not end in time.
 
     Attributes:
         results: those of all workers, by rank.

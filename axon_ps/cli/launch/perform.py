@@ -5,8 +5,8 @@ It ends in one of three ways:
 - a worker fails without a restart left (see `workers`), or a service fails: everything else is ended; its exit code is
   that of the command. Its traceback, and below it a line that names it and its error, are the last on the screen. A
   service that fails is started again if the job can go on with it; see `_Launcher._watch_service`.
-- Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; the exit code is 130 or
-  143. A second signal kills all.
+- Ctrl-C, SIGTERM or SIGHUP: workers are ended first (after Ctrl-C by SIGINT, as `KeyboardInterrupt`), then services by
+  SIGTERM; the exit code is 128 plus the signal, such as 130 or 143. A second signal kills all.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Launch:
         proxy: whether this node's workers share one session with the coordinator.
         replication: how many shard servers hold each slice; 0 = two, if there are as many.
         connect_timeout_s: how long to wait for a coordinator that this launch does not start.
-        token: the job's secret.
+        token: the job's secret, or a token of a role; empty = none.
         tls: whether its processes use mutual TLS by the job's own authority, on loopback, too.
         http_port: of the embedded coordinator's HTTP endpoint; shard servers of this node have the next ones, then its
             workers. 0 = any free one for each, None = there are none.

@@ -78,7 +78,7 @@ class Process:
 
     @property
     def was_killed(self) -> bool:
-        """True if another process's signal or the kernel's has ended it, and it wrote no error."""
+        """True if a signal that is not the launcher's has ended it, and it wrote no error."""
         return self.failed and (self.child.exit_code or 0) < 0 and not self.source.error()
 
     @property
@@ -92,7 +92,7 @@ class Process:
         await asyncio.shield(self._ended)
 
     async def address(self) -> str:
-        """Wait until a service listens; returns its address.
+        """Wait until a service listens; returns its address, and after a space the URL of its HTTP endpoint, if any.
 
         Raises:
             AxonError: it ended without having listened.

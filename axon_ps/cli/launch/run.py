@@ -1,4 +1,4 @@
-"""The command `run`: checks the settings before anything is started. `launch` then performs it."""
+"""The command `run`: checks the settings before anything is started. `perform.perform` then runs the launch."""
 
 from __future__ import annotations
 

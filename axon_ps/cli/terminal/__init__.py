@@ -1,1 +1,1 @@
-"""Views in a terminal: bars of long work, `status --watch`, `top`. Knows `rich`; decides nothing."""
+"""Views in a terminal, by `rich`: bars of long work, `status`, `top`, `logs`, `trace`."""

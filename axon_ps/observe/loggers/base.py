@@ -1,4 +1,4 @@
-"""The interface of loggers: three methods, by Lightning's names."""
+"""The interface of loggers: three methods, of which two have Lightning's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Logger(Protocol):
     """
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log the settings of the run; called once, before any metrics."""
+        """Log the settings of the run; called once, before any metrics, unless there are none."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log values by name at a step. Steps grow, unless a checkpoint was restored: then they continue from it."""

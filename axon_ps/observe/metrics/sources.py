@@ -1,6 +1,7 @@
 """Sources of this process's metrics: a weak list of the objects whose `.statistics()` are exposed.
 
-Registering costs a list entry; statistics are read at a scrape only. An object that is freed leaves the list.
+Registering costs a list entry; statistics are read at a scrape only. An object that is freed leaves the list when
+another one is registered.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Collection:
 
     Attributes:
         order: the order.
-        done: called once, when the last step and its spans are over, on the thread that ended it.
+        done: called once: on the thread that ended the last step and its spans, or by `Tracer.finish`.
         expires_s: the time at which the order expires, by `time.monotonic`.
         spans: those that have ended.
         dropped: number of spans that exceeded `MAX_SPANS`.
@@ -89,7 +89,7 @@ class Tracer:
         self._collection: Collection | None = None
 
     def start(self, policy: TracePolicy, role: str, attributes: Mapping[str, str]) -> None:
-        """Begin to sample steps and export their spans; does nothing if the policy traces no step.
+        """Begin to sample steps and export their spans; does nothing if the policy traces no step, or when repeated.
 
         Args:
             policy: selects the steps.

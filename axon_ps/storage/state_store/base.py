@@ -50,6 +50,7 @@ class StateStore(ABC):
         """Return everything stored; empty for a new job.
 
         Raises:
+            AxonError: it could not be read.
             Closed: the store was closed.
         """
 
@@ -108,6 +109,7 @@ class SharedStateStore(StateStore):
 
         Raises:
             Broken: the store cannot be reached; try again.
+            StorageFull: the store has no space left.
             ConfigurationError: it never can be, as it is configured.
             Closed: the store was closed.
         """

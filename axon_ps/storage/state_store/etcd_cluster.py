@@ -4,7 +4,7 @@ Requests go through its JSON gateway (etcd 3.4 and later), by the client `etcd3g
 
 Note: [Sent twice]
     A request without an answer may have been performed, or may be performed later. So every request here may be sent
-    again: reads, leases, and transactions that compare something which they change.
+    again: reads, leases, transactions that compare something which they change, and a candidate's write of its own key.
 """
 
 from __future__ import annotations

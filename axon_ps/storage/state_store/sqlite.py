@@ -16,7 +16,7 @@ SCHEMA_VERSION: Final = 2
 """Version of the sqlite file's schema and records; stored in its `user_version`. In 1 the records were JSON."""
 
 FREE_PAGES: Final = 256
-"""When so many pages of the file hold nothing any more (1 MiB), some are given back with the next batch."""
+"""Pages of the file that may hold nothing (1 MiB). After a batch that removes records, more are given back."""
 
 GIVEN_BACK_PAGES: Final = 2048
 """Most pages given back with one batch, so that no decision waits long for it: 8 MiB."""
