@@ -57,7 +57,8 @@ def kill(
 ) -> None:
     """Kill a process of yours on this machine that belongs to a job, as kill -9 does: to see what its death costs.
 
-    Shard servers, coordinators and proxies are found by their command, workers if `axon-ps run` has started them.
+    Shard servers, coordinators and proxies are found by their command, workers if `axon-ps run` has started them. A user
+    other than root finds a service of his own if its command has --job, as those of `axon-ps run` have.
     """
     name = load(job=job).job
     found = list(running())
@@ -80,28 +81,38 @@ def running() -> Iterator[Running]:
         try:
             if directory.stat().st_uid != os.geteuid():
                 continue
-            command = _strings(directory / "cmdline")
-            environment = dict(text.split("=", 1) for text in _strings(directory / "environ") if "=" in text)
+            command, environment = _strings(directory / "cmdline"), _environment(directory)
             parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             continue  # it has ended meanwhile
         pid = int(directory.name)
         if (service := _service(pid, command, environment)) is not None:
             yield service
-        elif "AXON_PS_JOB" in environment and environment.get("RANK", "").isdigit():
+        elif environment is not None and "AXON_PS_JOB" in environment and environment.get("RANK", "").isdigit():
             workers[pid] = parent, Running(pid, Killed.WORKER, environment["AXON_PS_JOB"], int(environment["RANK"]))
     for parent, worker in workers.values():
         if parent not in workers:  # else it is a process that a worker has started
             yield worker
 
 
-def _service(pid: int, command: Sequence[str], environment: Mapping[str, str]) -> Running | None:
+def _environment(directory: Path) -> dict[str, str] | None:
+    """Return the variables of a process; None = its memory is private, and we are not root."""
+    try:
+        return dict(text.split("=", 1) for text in _strings(directory / "environ") if "=" in text)
+    except PermissionError:
+        return None
+
+
+def _service(pid: int, command: Sequence[str], environment: Mapping[str, str] | None) -> Running | None:
     at = next((i for i, text in enumerate(command) if text.rpartition("/")[2] in _PROGRAMS), len(command))
     kinds = [kind for kind in Killed if kind is not Killed.WORKER and kind in command[at + 1 : at + 2]]
     if not kinds:
         return None
     rank = _option(command, "--rank")
-    job = _option(command, "--job") or environment.get("AXON_PS_JOB") or DEFAULT_JOB
+    job = _option(command, "--job")
+    if not job and environment is None:
+        return None
+    job = job or (environment or {}).get("AXON_PS_JOB") or DEFAULT_JOB
     return Running(pid, kinds[0], job, int(rank) if rank.isdigit() else None)
 
 

@@ -206,7 +206,7 @@ class _Launcher:
             del environment[reported]
         return Process(
             self._console.source(name),
-            [*PYTHON, "-m", "axon_ps.cli.main", *command, *security],
+            [*PYTHON, "-m", "axon_ps.cli.main", *command, "--job", settings.job, *security],
             environment,
             is_worker=False,
             stdin=True,

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from axon_ps.cli.kill import Killed, kill, running
+from axon_ps.cli.kill import Killed, Running, _service, kill, running
 from axon_ps.errors import ConfigurationError
 
 WAITS = "import sys; print(flush=True); sys.stdin.read()"
@@ -66,3 +66,11 @@ def test_the_one_that_is_named_is_killed() -> None:
             kill(what, rank, JOB)
             assert process.wait() == -signal.SIGKILL
         assert (first.poll(), other.poll()) == (None, None)
+
+
+def test_without_its_variables_a_service_is_found_by_the_job_of_its_command_alone() -> None:
+    """A service's memory is private: its variables are read by root alone."""
+    command = ["python", "-m", "axon_ps.cli.main", "shard", "--rank", "3"]
+    assert _service(7, command, None) is None, "of whatever job it is"
+    assert _service(7, [*command, "--job", "gpt"], None) == Running(7, Killed.SHARD, "gpt", 3)
+    assert _service(7, command, {"AXON_PS_JOB": "gpt"}) == Running(7, Killed.SHARD, "gpt", 3)
