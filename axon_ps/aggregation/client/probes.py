@@ -81,7 +81,7 @@ class Wait:
 
 
 class Probes:
-    """The probes of one member, and the reports of servers that do not answer. One event loop.
+    """The probes of one member, and the reports of servers that do not answer. All run on one event loop.
 
     Args:
         report: receives the results.
