@@ -38,7 +38,7 @@ MESSAGE_TIMEOUT_S: Final = 20.0
 
 @contextlib.contextmanager
 def small() -> Iterator[None]:
-    """Make sizes small: a few elements are several stripes of several segments, and some messages wait to be received."""
+    """Make sizes small: a few elements are several stripes of several segments, and some messages wait."""
     with contextlib.ExitStack() as stack:
         for module, name, nbytes in (
             (stripes, "STRIPE_BYTES", 64),

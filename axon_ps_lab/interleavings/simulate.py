@@ -235,7 +235,7 @@ def simulate(seed: int, only: Collection[int] | None = None) -> list[str]:
         only: the numbers of the faults that happen; None = all.
 
     Raises:
-        AssertionError: something does not hold. Any error has the trace as `trace` and the number of faults as `faults`.
+        AssertionError: something does not hold. Any error has the trace and the number of faults as attributes.
     """
     with _own_garbage():
         return _simulate(seed, only)
