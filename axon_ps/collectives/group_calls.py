@@ -360,7 +360,7 @@ class GroupCalls:
     def release(self) -> bool:
         """Free this group and its sub-groups if they have ended; return True if all of them had.
 
-        A group that ended with the loss of a member may have sub-groups without that member, which go on.
+        If a group ended with the loss of a member, its sub-groups without that member go on.
         """
         self._sub_groups = [sub_group for sub_group in self._sub_groups if not sub_group.release()]
         if self.backends.error is None:

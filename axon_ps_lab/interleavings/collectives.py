@@ -1,4 +1,4 @@
-"""A simulated worker's collectives: what `GrpcBackend` does, on the simulation's loop.
+"""A simulated worker's collectives, as `GrpcBackend` makes them, on the simulation's loop.
 
 In each step of a job with collectives, the workers of its generation perform one. Its operation and its data follow
 from the number of the step, so every rank knows the results of all.

@@ -1,6 +1,6 @@
 """An event loop whose time is virtual: it passes only when nothing is left to do, and then at once.
 
-Everything that runs on it is deterministic: there are no sockets, what would run in a thread runs on the loop a little
+Everything that runs on it is deterministic: there are no sockets, the work of threads runs on the loop a little
 later, and every choice and delay comes from one seeded generator. If work in threads waits for other such work, the
 threads are real; one of them or the loop runs at a time. Each task belongs to a *process*, the one in
 which it was made; a process that is killed does nothing any more.
