@@ -177,4 +177,4 @@ class Participant:
 
 
 def _nothing(_: Participant) -> None:
-    """The callback of a participant whose operation has not begun or is over."""
+    """Do nothing: the operation of the participant has not begun, or is over."""
