@@ -62,6 +62,7 @@ def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
     Raises:
         InvalidRequest: it is not an array, is of a dtype that does not travel, or is read-only although it must be
             written.
+        NcclError: it is in device memory, and cupy cannot be used.
     """
     if type(data) is np.ndarray:
         return _numpy(data, writable, what)

@@ -1,4 +1,4 @@
-"""A flight recorder: the last collectives of this process, with their times, to diagnose hangs.
+"""A flight recorder: the last collectives of a world's groups, with their times, to diagnose hangs.
 
 Owns: a bounded ring buffer of `Entry`, cheap enough to be always on. Refuses: to print; `axon-ps doctor` does that.
 """
@@ -51,7 +51,7 @@ class Entry:
 
 
 class Recorder:
-    """The last `MAX_ENTRIES` collectives of this process. Thread-safe."""
+    """The last `MAX_ENTRIES` collectives of the groups that share it: those of a world. Thread-safe."""
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)

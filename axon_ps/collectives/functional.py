@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUCKET_BYTES = 25 << 20
-"""The bytes that `sync_gradients` puts into one all-reduce; PyTorch's DDP has the same default."""
+"""The bytes of several gradients that `sync_gradients` puts into one all-reduce; PyTorch's DDP has the same default."""
 
 
 def current_group(group: ProcessGroup | JobWorld | None = None) -> ProcessGroup:
@@ -290,7 +290,7 @@ def sync_gradients(
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Average many gradients over the ranks, in place, `BUCKET_BYTES` at a time.
+    """Average many gradients over the ranks, in place; those in host memory go `BUCKET_BYTES` at a time.
 
     Args:
         gradients: arrays, or torch parameters, of which the `.grad` is averaged; None, and a parameter without a
@@ -322,9 +322,10 @@ def sync_gradients(
 def empty_shared(
     shape: int | Sequence[int], dtype: Any = np.float32, *, group: ProcessGroup | JobWorld | None = None
 ) -> Any:
-    """Make a numpy array in memory that the ranks of one host share, so that collectives do not copy it.
+    """Make a numpy array in memory that the ranks of one host share.
 
-    If the group has no shared memory it is an ordinary array; everything works, with the usual copies.
+    A large collective reads such arrays where they are, if every rank's is one. If the group has no shared memory it is
+    an ordinary array; everything works, with the usual copies.
 
     Args:
         shape: its shape.

@@ -70,7 +70,7 @@ class GroupBackends:
             backend.abort(error)
 
     def end_unbuffered(self, error: AxonError) -> None:
-        """Allow no new backend, since a member has finished; only messages that are buffered still arrive."""
+        """End the waits for a member that has finished; only messages that are buffered still arrive."""
         self.store.expect_no_more(error)
         for backend in list(self._made.values()):
             if not backend.buffers_messages:

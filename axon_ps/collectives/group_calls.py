@@ -49,12 +49,12 @@ class GroupCalls:
         members: the members of the group.
         backends: the backends that make the calls.
         recorder: records the calls.
-        sequence: number of collectives that were called so far.
+        sequence: number of collectives that were begun so far.
 
     Args:
         members: the members of the group.
         make: makes backends.
-        timeout_s: default deadline.
+        timeout_s: default time-out, in seconds.
         recorder: records the calls.
         backend: name of the backend for host memory, or "auto".
     """
@@ -80,7 +80,7 @@ class GroupCalls:
 
         Args:
             backend: the group's. A `MockBackend`'s group starts a job when it needs one.
-            timeout_s: default deadline.
+            timeout_s: default time-out, in seconds.
         """
         start_world = partial(mock_world, backend) if isinstance(backend, MockBackend) else None
         members = GroupMembers(backend.context, start_world=start_world)
@@ -89,13 +89,13 @@ class GroupCalls:
     def sub_group(
         self, name: str, positions: Sequence[int], *, backend: str, timeout_s: float | None = None
     ) -> GroupCalls:
-        """Return the calls of a sub-group, which end with ours.
+        """Return the calls of a sub-group; `abort` and `close` of ours end them too.
 
         Args:
             name: of the sub-group, below ours; never used before.
             positions: its members' positions in this group, in their new order.
             backend: name of its backend for host memory, or "auto".
-            timeout_s: its default deadline; None = ours.
+            timeout_s: its default time-out, in seconds; None = ours.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         members = self.members.subset(name, positions, timeout_s)
@@ -108,7 +108,7 @@ class GroupCalls:
 
         Raises:
             Misuse: this worker is not a member.
-            AxonError: it cannot be made.
+            AxonError: it cannot be made, or the group has ended.
         """
         self.members.check_joined()
         self._check_going()
@@ -360,7 +360,7 @@ class GroupCalls:
     def release(self) -> bool:
         """Free this group and its sub-groups if they have ended; return True if all of them had.
 
-        A group that ended with the loss of a member may have sub-groups without that member, which go on.
+        If a group ended with the loss of a member, its sub-groups without that member go on.
         """
         self._sub_groups = [sub_group for sub_group in self._sub_groups if not sub_group.release()]
         if self.backends.error is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from axon_ps.collectives.current_world import JobWorld
 
 WORLD_PREFIX = "world@"
-"""The begin of the name of a group of all workers; the generation follows."""
+"""The begin of the name of a group of all workers; the last generation in which one joined, and a digest, follow."""
 
 
 class GroupMembers:

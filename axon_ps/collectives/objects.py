@@ -71,6 +71,9 @@ def broadcast_object_list(
         src: the rank that has the values.
         group: see this module.
         timeout_s: see this module.
+
+    Raises:
+        InvalidRequest: the ranks' lists differ in length; every rank gets it.
     """
     chosen, what = current_group(group), "broadcast_object_list"
     with chosen.calls.preparing(what, False, timeout_s, False):

@@ -1,7 +1,7 @@
 """`ProcessGroup`: the collectives of some workers, on arrays of any kind.
 
-Owns: the shapes and dtypes of arguments and results; turning arrays into flat ones. Refuses: to move a byte; its
-`Backend`s do that. One is for host memory; another, made when it is first needed, is for device memory.
+Owns: the interface of collectives and messages; `arguments` and `arrays` check what is given. Refuses: to move a byte;
+its `Backend`s do that. One is for host memory and one for device memory; each is made when it is first needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ANY_SOURCE = -1
 BACKEND_TIMEOUT_S = 60.0
-"""Default deadline of the operations of a group that was made of a backend."""
+"""Default time-out of the operations of a group that was made of a backend, in seconds."""
 
 _DESCRIPTION_BYTES = 256
 
@@ -40,17 +40,19 @@ class ProcessGroup:
 
     Every collective raises:
 
-        Disagreement: the ranks' calls differ; every rank gets the calls of all ranks, nothing was changed, and the
-            group can go on.
+        Disagreement: the ranks' calls differ; every rank gets the calls of all ranks. Nothing was changed, except that
+            `out` of an all-reduce may have `data`, and the group can go on.
         InvalidRequest: this rank's arguments are not valid. The matching calls of the other ranks end with a
             `Disagreement` that has the reason; until they come this one waits for them, as any call does.
         MemberLost: a member has died or left.
         Timeout: some members did not come; the message names them.
-        Misuse: this worker is not a member.
+        Broken: a rank broke off, or the transport failed.
+        Misuse: this worker is not a member, or this process is a fork of it.
         Closed: the group or the world was closed.
+        AxonError: the backend cannot be made (`Unreachable`, `Busy`, `NcclError`, for example).
 
-    After an error: after `Disagreement` and `InvalidRequest` as said. After any other the group has ended, and the
-    values of output arrays are undefined; make another group of the workers that are left.
+    After an error: after `Disagreement`, `InvalidRequest` and `Misuse` it can go on. After any other it has ended, and
+    the values of output arrays are undefined; make another group of the workers that are left.
 
     Attributes:
         name: of the group, the same on every member.
@@ -67,7 +69,7 @@ class ProcessGroup:
 
         Args:
             backend: the group's; it is closed with the group. Sub-groups get siblings of it. A world gives calls.
-            timeout_s: of a backend: default deadline of every operation, in seconds.
+            timeout_s: of a backend: default time-out of every operation, in seconds.
         """
         self.calls = backend if isinstance(backend, GroupCalls) else GroupCalls.over(backend, timeout_s)
         self._who = self.calls.members
@@ -111,6 +113,9 @@ class ProcessGroup:
 
         Returns:
             The group; of several ranks a list with the group as each of them sees it.
+
+        Raises:
+            InvalidRequest: `world_size` is less than 1.
         """
         groups = [
             ProcessGroup(backend) for backend in MockBackend.create_world(1 if world_size is None else world_size)
@@ -143,15 +148,16 @@ class ProcessGroup:
 
     @property
     def sequence(self) -> int:
-        """The number of collectives that this worker has called in it."""
+        """The number of collectives that this worker has begun in it."""
         return self.calls.sequence
 
     @property
     def backend(self) -> str:
-        """Name of the backend that serves host memory.
+        """Name of the backend that serves host memory. The first call is collective.
 
         Raises:
             Misuse: this worker is not a member.
+            AxonError: it cannot be made, or the group has ended.
         """
         return self.backend_of().name
 
@@ -160,7 +166,7 @@ class ProcessGroup:
 
         Raises:
             Misuse: this worker is not a member.
-            AxonError: it cannot be made.
+            AxonError: it cannot be made, or the group has ended.
         """
         return self.calls.backend_of(data is not None and arrays.flatten(data, writable=False).device)
 
@@ -396,6 +402,7 @@ class ProcessGroup:
             None when `data` may be changed again; with `async_op` a `Work`.
 
         Raises:
+            InvalidRequest: `to` is this rank, or is not a rank of the group.
             Disagreement: the receiver expected another size or dtype.
         """
         if self._who.checked_rank(to, "to") == self.rank:
@@ -428,7 +435,7 @@ class ProcessGroup:
             The rank that sent it, or without `out` the new array; with `async_op` a `Work` that gives it.
 
         Raises:
-            InvalidRequest: both `out` and `shape` were given, or neither.
+            InvalidRequest: both `out` and `shape` were given, or neither; or `source` is this rank, or not a member.
             Disagreement: the message has another size or dtype; it is dropped.
         """
         if (out is None) == (shape is None):
@@ -455,7 +462,7 @@ class ProcessGroup:
             The group; workers outside of it get a group whose collectives raise `Misuse`.
 
         Raises:
-            InvalidRequest: a rank is not of this group, or is given twice.
+            InvalidRequest: a rank is not of this group, or is given twice, or none is given.
             Disagreement: the members gave different ranks; every member gets it.
         """
         with self.calls.preparing("new_group", False, None, False):
@@ -478,7 +485,7 @@ class ProcessGroup:
             name: the same on every member, never used for another sub-group of this group; not a number.
             ranks: positions in this group, in the order they shall have in the new one; this rank is one of them.
             backend: as for `new_group`.
-            timeout_s: default deadline of its operations, in seconds; None = this group's.
+            timeout_s: default time-out of its operations, in seconds; None = this group's.
 
         Raises:
             InvalidRequest: a rank is not of this group, or is given twice, or this one is missing.

@@ -96,7 +96,7 @@ class AbortableStore:
 
         Raises:
             Timeout: it was not stored in time.
-            AxonError: the error given to `abort`.
+            AxonError: the error given to `abort` or `expect_no_more`.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -1,7 +1,7 @@
 """`Work`: a handle on an operation in the background, and the two places where operations run.
 
 `LoopWork` is a coroutine on the background loop (streams to servers). `WorkQueue` runs calls one after the other
-(collectives of a group): on the caller's thread if the queue is empty, else on a thread that is started when needed.
+(of a group): on the caller's thread if it waits and the queue is empty, else on a thread that is started when needed.
 
 Note: [Callbacks]
     A callback of a user may begin a collective and wait for it, so it never runs on a thread that performs collectives.
@@ -193,7 +193,7 @@ CALLBACKS = CallbackThreads("axon-ps-callback")
 class WorkQueue:
     """Runs calls one after the other, in order of submission.
 
-    A call runs on its caller's thread if the queue is empty, else on the queue's own thread.
+    A call of `run` is made on its caller's thread if the queue is empty. Any other is made on the queue's own thread.
 
     Args:
         name: name of the thread.

@@ -62,7 +62,7 @@ class Call:
     reason: str = field(default="", compare=False)
 
     def refused(self, error: BaseException) -> Call:
-        """Return the call to make if this rank cannot make this one; it equals no other, so all get the reason."""
+        """Return the call to make if this rank cannot make this one; it equals only refusals, so all get the reason."""
         return Call.refusal(self.sequence, self.operation.value, str(error))
 
     @staticmethod

@@ -116,7 +116,7 @@ def finish(out: Array, acc: Array, op: ReduceOp, dtype: DType, contributions: in
 def reduce_into(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DType) -> None:
     """Set out: T[m] to the reduction of the sources, T[m] each, in their order; `out` may be one of them.
 
-    The work is done in blocks of `BLOCK_BYTES`, so each array is read from memory once.
+    All but the sum of two uncoded arrays is done in blocks of `BLOCK_BYTES`, so each array is read from memory once.
     """
     if len(sources) == 1:
         if out is not sources[0]:

@@ -89,7 +89,7 @@ def from_any_rank(trial: Trial) -> None:
 
 
 def everybody_to_everybody_from_many_threads(trial: Trial) -> None:
-    """There are as many concurrent sends and receives as there are ranks."""
+    """Every rank sends to all others and receives from them at the same time."""
     trial.needs_ranks(2)
     others = [r for r in range(trial.n) if r != trial.rank]
     receivers = [

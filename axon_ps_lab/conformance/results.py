@@ -122,7 +122,7 @@ def reduce_to_every_root(trial: Trial) -> None:
 
 
 def broadcast_from_every_root(trial: Trial) -> None:
-    """Every root sends every dtype, and an empty array."""
+    """Each dtype is sent by one root, with and without elements."""
     for i, dtype in enumerate(trial.dtypes):
         root = i % trial.n
         for numel in (0, 9):

@@ -23,7 +23,7 @@ SIZES = (1, 2, 3, 4, 7)
 """The group sizes that the suite is usually run on."""
 
 CALL_S = 120.0
-"""Seconds that a call may take that must succeed: a limit for hangs, on a machine that others use as well."""
+"""Seconds for a call that must succeed: a limit for hangs, on a machine with other work."""
 
 SPARES = len(endings.CASES)
 """Number of further groups of the same ranks that `run_conformance` can use, for the cases that end a group."""

@@ -1,7 +1,7 @@
-"""A simulated worker's collectives: what `GrpcBackend` does, on the simulation's loop.
+"""A simulated worker's collectives, as `GrpcBackend` makes them, on the simulation's loop.
 
-With each step of a job that has any, the workers of its generation perform one: its operation and its data follow from
-the number of the step, so that every rank knows what all of them must get.
+In each step of a job with collectives, the workers of its generation perform one. Its operation and its data follow
+from the number of the step, so every rank knows the results of all.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ NUMEL: Final = 30
 """Elements of each rank; a message between two ranks has up to as many."""
 
 TIMEOUT_S: Final = 200.0
-"""Longer than a rank may be late: who breaks off, or is lost, ends the operation of the others before."""
+"""Seconds; longer than a rank may be late. A rank that breaks off, or is lost, ends the operation before."""
 
 SHORT_TIMEOUT_S: Final = 0.4
-"""Of some operations: shorter than ranks are late, which compute for a second at most."""
+"""Seconds for some operations: less than ranks may be late, since they compute for up to a second."""
 
 MESSAGE_TIMEOUT_S: Final = 20.0
-"""Of a message between two ranks: when the one has broken off before it came to the server, the other waits so long."""
+"""Seconds for a message between two ranks: if one breaks off before it reaches the server, the other waits as long."""
 
 
 @contextlib.contextmanager
 def small() -> Iterator[None]:
-    """A few elements are several stripes of several segments, and some messages wait for their receiver."""
+    """Make sizes small: a few elements are several stripes of several segments, and some messages wait."""
     with contextlib.ExitStack() as stack:
         for module, name, nbytes in (
             (stripes, "STRIPE_BYTES", 64),
@@ -56,7 +56,7 @@ def small() -> Iterator[None]:
 
 
 def group_of(membership: Membership, id: str) -> GroupHandle:
-    """All workers of a generation, as one of them uses them."""
+    """Return the group of all workers of a generation, as one of them uses it."""
     workers = membership.workers
     members = tuple(worker.id for worker in workers)
     ranks = tuple(worker.rank for worker in workers)
@@ -64,7 +64,7 @@ def group_of(membership: Membership, id: str) -> GroupHandle:
 
 
 def data_of(rank: int, step: int, numel: int = NUMEL) -> Array:
-    """The data that a rank sends in a step."""
+    """Return the data that a rank sends in a step."""
     return (np.arange(numel) + 1000 * rank + step).astype(np.float32)
 
 
@@ -73,7 +73,7 @@ class SimulatedCollectives:
 
     Args:
         client: of the worker.
-        may_fail: whether anything has happened by which an operation may fail.
+        may_fail: returns True if something has happened by which an operation may fail.
     """
 
     def __init__(self, client: CollectiveClient, may_fail: Callable[[], bool]) -> None:
@@ -81,7 +81,7 @@ class SimulatedCollectives:
         self._may_fail = may_fail
 
     async def perform(self, group: GroupHandle, step: int) -> str:
-        """Perform the operation of a step; what is wrong with its end, if anything."""
+        """Perform the operation of a step; return a description of a wrong outcome, else ""."""
         perform = (self._reduce, self._gather, self._exchange, self._pass_on)[step % 4]
         try:
             got, wanted = await perform(group, step)
@@ -132,7 +132,7 @@ class SimulatedCollectives:
         return output, np.concatenate(arrays)
 
     async def _pass_on(self, group: GroupHandle, step: int) -> tuple[Array, Array]:
-        """Each rank sends to the next one, and receives from the one before."""
+        """Send to the next rank, and receive from the previous one."""
         ranks, mine = len(group.ranks), group.rank
         numel = NUMEL if step % 8 == 7 else NUMEL // 4
         got, last = np.full(numel, np.nan, np.float32), (mine - 1) % ranks

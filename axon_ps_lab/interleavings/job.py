@@ -1,12 +1,12 @@
 """A simulated job: the coordinator, the shard servers and the workers, each a process that may die and come back.
 
-Coordinator and shard servers are the real services. A worker does what `StepClient` does, on the simulation's loop:
-the ticket, the gathers, the pushes, the vote, and what it makes of the decision, are the product's own.
+Coordinator and shard servers are the real services. A worker uses the product's `StepClient` on the simulation's
+loop, for tickets, gathers, pushes and decisions.
 
-The model is an integer that is known for every version: in version v, replica r of generation g pushes
-`1 + rank + v % 5` for every element, and SGD with a rate of 1 subtracts their sum. So a chunk that is lost or counted
-twice, and a step that is, show in the values of every later version. When the coordinator has lost its disk there is
-another job: who was in the one before ends, and is started anew.
+The model is an integer that is known for every version: in version v each replica pushes `1 + rank + v % 5`
+for every element, and SGD with a rate of 1 subtracts their sum. So a chunk or a step that is lost
+or counted twice shows in the values of every later version. When the coordinator has lost its disk there is another
+job: processes of the former job end, and are started anew.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ LAYOUT: Final = Layout(
 SPEC: Final = JobSpec(layout=LAYOUT, options=PlanOptions(chunk_numel=8, min_slice_numel=8))
 OPTIMIZER: Final = OptimizerSpec(name="sgd", groups=({"lr": 1.0},), group_of=(0, 0))
 COMPUTE_S: Final = 1.0
-"""How long a worker computes for a step, at most."""
+"""The most seconds that a worker computes for a step."""
 
 SETTLED_S: Final = 45.0
-"""How long after a fault everything is as if there had been none: links are found silent, members expire."""
+"""Seconds after which a fault has no effect any more: silent links are found, members expire."""
 
 TIMEOUT_S: Final = 300.0
-"""Deadline of everything that a worker waits for; longer than any fault lasts."""
+"""Time-out of everything that a worker waits for, in seconds; longer than any fault lasts."""
 
 
 class Violation(AssertionError):
-    """Something does not hold that must."""
+    """An invariant does not hold."""
 
 
 class Disk(MemoryStateStore):
     """The coordinator's disk.
 
     Attributes:
-        batches: what was written to it.
+        batches: the batches that were written to it.
         fails: whether the next batch is not written, but an error raised.
     """
 
@@ -102,7 +102,7 @@ class Disk(MemoryStateStore):
 
 
 class DiskStore(MemoryStateStore):
-    """The coordinator's disk, which outlives it. What a dead coordinator writes does not reach it."""
+    """A coordinator's store on its disk. Writes of a dead coordinator do not reach the disk."""
 
     def __init__(self, disk: Disk, alive: Callable[[], bool], written: Callable[[Any], None]) -> None:
         super().__init__()
@@ -123,11 +123,11 @@ class Truth:
     """The reports of all members, compared.
 
     Args:
-        job: id of the coordinator's state: another one is of another job.
+        job: id of the coordinator's state; another job has another id.
         saved: returns the values that any job has had at a version.
 
     Attributes:
-        values: of every element, by epoch and version.
+        values: the value of every element, by epoch and version.
     """
 
     def __init__(self, job: str, saved: Callable[[int], Collection[float]]) -> None:
@@ -140,20 +140,20 @@ class Truth:
         self._restored: set[int] = set()  # epochs of which the first values are known
 
     def written(self, values: Mapping[str, bytes]) -> None:
-        """The coordinator has stored these: how often the parameters had been replaced when a generation began."""
+        """Take records that the coordinator has stored: the epoch of the parameters when a generation began."""
         if value := values.get("parameters"):
             self._epoch = state_pb2.ParametersRecord.FromString(value).epoch
         if value := values.get("members"):
             self._epochs.setdefault(state_pb2.MembersRecord.FromString(value).membership.generation, self._epoch)
 
     def membership(self, m: Membership) -> None:
-        """A member has been told of a generation."""
+        """Check a generation that a member was told of."""
         who = tuple(f"{w.rank} {w.incarnation}" for w in m.workers)
         if self.generations.setdefault(m.generation, who) != who:
             raise Violation(f"generation {m.generation} is {who} and was {self.generations[m.generation]}")
 
     def decision(self, d: Decision) -> None:
-        """A member has been told of a decision."""
+        """Check a decision that a member was told of."""
         if d.reason.endswith("ended before the step was decided"):
             return  # a member's own conclusion
         decided = d.outcome, d.version, d.generation
@@ -167,7 +167,7 @@ class Truth:
                 raise Violation(f"version {d.version} was committed twice, with other gradients")
 
     def gathered(self, epoch: int, version: int, out: Array, who: str, disk: Callable[[], Any]) -> None:
-        """A worker has gathered a version; what no member was told of yet is on the coordinator's disk."""
+        """Check a version that a worker has gathered; a decision that no member was told of is read from `disk`."""
         if (epoch, version) not in self.values and epoch not in self._restored and epoch > 0:
             self._restored.add(epoch)
             if (value := float(out[0])) in self._saved(version):
@@ -183,7 +183,7 @@ class Truth:
 
 
 def gradient(rank: int, version: int) -> int:
-    """Of one replica, for every element."""
+    """Return the gradient of one replica, the same for every element."""
     return 1 + rank + version % 5
 
 
@@ -191,8 +191,8 @@ class SimulatedWorker:
     """A worker's life.
 
     Args:
-        job: whose.
-        name: of the process.
+        job: its job.
+        name: name of the process.
     """
 
     def __init__(self, job: Job, name: str) -> None:
@@ -250,7 +250,7 @@ class SimulatedWorker:
             await self._collective_client.close()
 
     async def until(self, ready: Callable[[], Any], what: str) -> Any:
-        """Return the value of `ready`, once it is something."""
+        """Return the value of `ready`, once it is not None."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 while (found := ready()) is None:
@@ -283,7 +283,7 @@ class SimulatedWorker:
                 return
 
     async def _step(self) -> None:
-        """An attempt."""
+        """Make an attempt at a step."""
         steps, view = self.steps, self.steps.view
         await asyncio.sleep(self._job.loop.rng.uniform(0.0, COMPUTE_S))
         try:
@@ -321,7 +321,7 @@ class SimulatedWorker:
     async def _pushed(
         self, ticket: Any, pushes: Sequence[asyncio.Task[None]], collective: asyncio.Task[None]
     ) -> str | None:
-        """Wait for the pushes, and for the step's collective unless the step is over; why they are in vain, if so."""
+        """Wait for the pushes, and for the step's collective unless the step is over; return why, if in vain."""
         left = {*pushes, collective}
         while left:
             _, left = await asyncio.wait(left, timeout=1.0)
@@ -375,7 +375,7 @@ class SimulatedWorker:
             return
 
     async def _push(self, unit: int, grad: Array, ticket: Any) -> None:
-        """As `Gradients.push` does."""
+        """Push as `Gradients.push` does."""
         await self.steps.gradients._push(
             unit, grad, ticket, None, 0, None, self.steps.trace.call("push", unit, absent=False)
         )
@@ -385,20 +385,20 @@ class Job:
     """The processes of a job, which are started again when they die.
 
     Args:
-        loop: of the simulation.
-        network: likewise.
-        workers: how many.
-        shards: likewise.
+        loop: the simulation's loop.
+        network: its network.
+        workers: number of workers.
+        shards: number of shard servers.
         steps: versions to be committed.
-        queue_bytes: that a shard server has for gradients that come before their turn.
+        queue_bytes: bytes that a shard server has for queued gradients.
         collectives: whether workers perform collectives.
-        directory: where checkpoints are written; empty = none is.
+        directory: directory for checkpoints; empty = none are written.
         min_workers: the fewest workers to continue with; None = all.
 
     Attributes:
-        disk: what the coordinator has written.
-        names: of the present processes, by role ("worker-0").
-        tasks: what they run.
+        disk: the coordinator's disk.
+        names: names of the present processes, by role ("worker-0").
+        tasks: their tasks, by role.
     """
 
     def __init__(
@@ -438,21 +438,21 @@ class Job:
 
     @property
     def ends(self) -> bool:
-        """Whether a worker has made all steps."""
+        """True if a worker has ended: it has made all steps, or has failed and is not started again yet."""
         return any(self.tasks[r].done() for r in self.names if r.startswith("worker"))
 
     @property
     def roles(self) -> list[str]:
-        """All."""
+        """The roles of all processes."""
         return list(self._roles)
 
     @property
     def may_fail(self) -> bool:
-        """Whether a collective may fail: something has happened lately, or the job ends."""
+        """True if a collective may fail: something has happened lately, or the job ends."""
         return self.ends or self.loop.time() < self.network.struck_s + SETTLED_S
 
     def truth(self, job: str) -> Truth:
-        """Of the job whose state has this id."""
+        """Return the truth of the job whose state has this id."""
         if job not in self._truths:
             self._truths[job] = Truth(job, self._values)
         return self._truths[job]
@@ -474,14 +474,14 @@ class Job:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether parameters are lost before there was a checkpoint, and not all of them: somebody has to see that."""
+        """True if some parameters were lost before there was a checkpoint: the job has to be started anew."""
         if not self.directory or (durable := records.load(self.disk.load())) is None:
             return False
         return "restore a checkpoint" in durable.membership.waiting_for and retention.newest(self.directory) is None
 
     @property
     def begins_again(self) -> bool:
-        """Whether it has lost everything, and waits for a worker that is started: somebody has to see that."""
+        """True if it has lost everything, and waits for first values: a worker has to be started again."""
         if not self.directory or (durable := records.load(self.disk.load())) is None:
             return False
         parameters = durable.models[0].parameters
@@ -491,15 +491,15 @@ class Job:
         return parameters.restore is not None and parameters.restore.uri == FIRST_VALUES and not uploads
 
     def lose_disk(self) -> None:
-        """Lose all that the coordinator has written; it is not there."""
+        """Lose all that the coordinator has written; it must not run."""
         self.disk = Disk()
         self._lost_disk = next(self._lives)
 
     def older_disk(self, lost: int) -> bool:
-        """Of what the coordinator, which is not there, has written the end is lost, so many batches.
+        """Lose the last `lost` batches that the coordinator has written; it must not run.
 
-        Nothing is where no shard server that lives has been told all of it, or no member would be left who is waited
-        for: returns False.
+        Nothing is lost, and the result is False, if no present shard server knows all of them, or if no member would
+        be left.
         """
         known = self._known()
         older = Disk(self.disk.batches[: max(0, len(self.disk.batches) - lost)])
@@ -513,7 +513,7 @@ class Job:
 
     @property
     def is_older(self) -> bool:
-        """True if a shard server alone knows what is not on the disk."""
+        """True if a shard server knows something that is not on the disk."""
         return any(behind(self._stored_position, position) for position in self._known())
 
     @property
@@ -540,13 +540,13 @@ class Job:
         )
 
     def _known(self) -> list[Position]:
-        """The newest that each shard server knows that is there, and was a member of the job on the disk."""
+        """Return the newest position that each present shard server knows, if it is of the job on the disk."""
         shells = [self.network.shells.get(name) for role, name in self.names.items() if role.startswith("shard")]
         clients: list[Any] = [shell.reports for shell in shells if shell is not None and shell.reports is not None]
         return [client._delivery.position for client in clients if client.state_id == self._stored]
 
     def may_end(self, name: str, error: BaseException) -> bool:
-        """True if a process ends rightly, and is started again."""
+        """Return True if a process may end with this error; it is started again."""
         if name.startswith("coordinator"):
             return os.strerror(errno.EIO) in str(error)
         if not isinstance(error, MemberLost):
@@ -561,7 +561,7 @@ class Job:
         self.tasks[role] = self.loop.start(name, self._life(role, name))
 
     def kill(self, role: str) -> None:
-        """End it at once."""
+        """End a process at once."""
         name = self.names.pop(role)
         self.network.note(f"{name} is killed")
         self.loop.kill(name)
@@ -570,7 +570,7 @@ class Job:
 
     @property
     def is_safe(self) -> bool:
-        """Whether a shard server may be lost: all are there, and hold two whole copies of everything between them.
+        """True if a shard server may be lost: all are present, and hold two full copies of everything.
 
         Before the job has first values there is nothing to lose: a worker uploads them again.
         """
@@ -592,12 +592,12 @@ class Job:
 
     @property
     def is_changed(self) -> bool:
-        """Whether memory of a shard server holds something else than was written to it."""
+        """True if memory of a shard server holds something else than was written to it."""
         held = (owned for role in self._roles if role.startswith("shard") for owned in self.slices_of(role))
         return any(is_changed(owned) for owned in held if not owned.copying)
 
     def slices_of(self, role: str) -> list[OwnedSlice]:
-        """Those that a shard server holds."""
+        """Return the slices that a shard server holds."""
         shell = self.network.shells.get(self.names.get(role, ""))
         return [] if shell is None or 0 not in shell._models else list(shell._models[0].engine.slices.values())
 

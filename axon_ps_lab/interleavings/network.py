@@ -25,24 +25,24 @@ from axon_ps.shard.server.shell import ShardShell
 from axon_ps_lab.interleavings.virtual_loop import BEGAN_S, VirtualLoop, process
 
 DELAY_S: Final = 0.002
-"""The longest a message travels on a link that is well."""
+"""The most seconds that a message travels on a link without a fault."""
 
 KEEPALIVE_S: Final = 15.0
-"""How long a link may be silent until its calls break."""
+"""Seconds that a link is silent before its calls break."""
 
 CONNECT_S: Final = 20.0
-"""How long a call waits for a connection that cannot be made."""
+"""Seconds that a call waits for a connection that cannot be made."""
 
 LATE_S: Final = 0.5
-"""How much later than its client a server may find out that a connection is gone."""
+"""The most seconds by which a server finds out later than its client that a connection is gone."""
 
 Link = frozenset[str]
 Way = tuple[str, str]
-"""From whom, to whom."""
+"""The roles of the sender and of the receiver."""
 
 
 def role(name: str) -> str:
-    """Of a process, without the number of its life: "shard-1#3" is the third one at the address of shard-1."""
+    """Return the role of a process, its name without the number of its life: "shard-1" of "shard-1#3"."""
     return name.partition("#")[0]
 
 
@@ -50,14 +50,14 @@ class Network:
     """See the module.
 
     Args:
-        loop: of the simulation.
+        loop: the simulation's loop.
 
     Attributes:
-        trace: what happened, as text.
-        faults: how many were planned so far.
-        ids: what each process has named itself and others, as hex.
-        shells: of shard servers, by process.
-        struck_s: when anything last happened to a process or a link.
+        trace: the events, as text.
+        faults: number of faults planned so far.
+        ids: the ids that each process has made, as hex.
+        shells: the shells of shard servers, by process.
+        struck_s: time of the last fault of a process or a link; infinity while a link is cut.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -81,7 +81,7 @@ class Network:
     # ------------------------------------------------------------------ faults
 
     def cut(self, one: str, other: str, *, one_way: bool = False) -> None:
-        """Nothing arrives between two processes any more; or only nothing of the one at the other."""
+        """Cut the link between two roles, both ways or only from `one` to `other`."""
         self.struck_s = math.inf  # until it is healed
         self._cut.add((one, other))
         if not one_way:
@@ -89,7 +89,7 @@ class Network:
         self.loop.call_later(KEEPALIVE_S, self._break, one, other)
 
     def heal(self, one: str, other: str) -> None:
-        """Deliver what was held, unless the calls broke meanwhile."""
+        """Heal a link, and deliver held messages unless their calls broke meanwhile."""
         link = frozenset((one, other))
         self._cut -= {(one, other), (other, one)}
         self.struck_s = math.inf if self._cut else self.loop.time()
@@ -101,22 +101,22 @@ class Network:
                 self._held.append((at, deliver))
 
     def slow(self, one: str, other: str, delay_s: float) -> None:
-        """Messages take up to so long."""
+        """Let messages between two roles take up to `delay_s`."""
         self._slow[frozenset((one, other))] = delay_s
 
     def reset(self, one: str, other: str) -> None:
-        """All calls between two processes break."""
+        """Break all calls between two roles."""
         self.struck()
         link = frozenset((one, other))
         for call in self._of(lambda c: c.link == link):
             call.broken(f"the connection of {one} and {other} was reset")
 
     def once_busy(self, messages: int, name: str, run: Callable[[], object]) -> None:
-        """Run something when so many more messages have come to a role, or gone from it."""
+        """Run something after `messages` more messages to or from a role."""
         self._awaited.append((messages, name, copy_context(), run))
 
     def died(self, name: str) -> None:
-        """A process was killed: its addresses are free, and its peers find out."""
+        """Free the addresses of a process that was killed, and break its calls."""
         self.struck()
         for address, server in list(in_process._servers.items()):
             if getattr(server, "process", "") == name:
@@ -125,7 +125,7 @@ class Network:
             self.loop.later(DELAY_S, partial(call.broken, f"{name} died"))
 
     def struck(self) -> None:
-        """Something has happened to a process."""
+        """Record that something has happened to a process or a link."""
         self.struck_s = max(self.struck_s, self.loop.time())
 
     def _break(self, one: str, other: str) -> None:
@@ -139,11 +139,11 @@ class Network:
     # ------------------------------------------------------------------ for calls
 
     def delay_s(self, link: Link) -> float:
-        """Of the next message."""
+        """Return the delay of the next message."""
         return self.loop.rng.uniform(0.0, self._slow.get(link, DELAY_S))
 
     def deliver(self, way: Way, arrive: Any) -> None:
-        """Let something of the one arrive at the other, now or when the link is healed."""
+        """Let a message arrive, now or when its link is healed."""
         if way in self._cut:
             self._held.append((way, arrive))
             return
@@ -158,18 +158,18 @@ class Network:
                     self.loop.call_soon(run, context=context)
 
     def opened(self, call: Any) -> int:
-        """A call begins; its number."""
+        """Register a call that begins; return its number."""
         self._number += 1
         self._calls[self._number] = call
         return self._number
 
     def closed(self, number: int) -> None:
-        """It is over."""
+        """Remove a call that is over."""
         self._calls.pop(number, None)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """All calls in this process go through it."""
+        """Let all calls in this process go through the network."""
         network, plain_call, plain_start = self, in_process.InProcessCall, InProcessServer.start
 
         class Call(_VirtualCall):
@@ -231,7 +231,7 @@ class _DelayedQueue(MessageQueue[bytes]):
 
 
 class _VirtualCall(in_process.InProcessCall):
-    """A call that travels."""
+    """A call over the virtual network."""
 
     network: Network
 
@@ -259,7 +259,7 @@ class _VirtualCall(in_process.InProcessCall):
             self.broken("failed to connect: no answer")
 
     def _connect(self) -> None:
-        """It has come to the server."""
+        """Begin the call at the server."""
         if self.ending.status is not None:
             return
         if (
@@ -278,7 +278,7 @@ class _VirtualCall(in_process.InProcessCall):
         self._task = context.run(self._server.perform, self._perform(method))
 
     def broken(self, why: str) -> None:
-        """The connection is gone: replies are lost, and the server may find out later, and get what has come to it."""
+        """Break the call: replies are lost, and the server may find out later and still get requests that arrived."""
         if self.ending.status is None:
             loop = self.network.loop
             self.replies.close(drop=True)
@@ -286,7 +286,7 @@ class _VirtualCall(in_process.InProcessCall):
             self._end(CallStatus(grpc.StatusCode.UNAVAILABLE, why), late_s, lambda end: end())
 
     def end(self, status: Any) -> None:
-        """See `_Call`; when the client ends it, the server finds out later."""
+        """See `InProcessCall`; when the client ends it, the server finds out later."""
         late_s = self.network.delay_s(self.link) if status.local else 0.0
         self._end(status, late_s, lambda end: self.network.deliver(self.there, end))
 

@@ -1,7 +1,7 @@
 """Bugs planted one at a time, which the simulation has to find: `python -m axon_ps_lab.interleavings.planted`.
 
-Each is a small change of the product's source, made while it is imported. Those that were bugs of the product, found by
-the simulation before they were mended, say so. For each the first seed that fails is printed, and what it says.
+Each is a small change of the product's source, made while it is imported. Those that the simulation has found in the
+product say so. For each the first seed that fails is printed, with its error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Plant:
     """A bug.
 
     Attributes:
-        name: of it.
+        name: name of the bug.
         path: the file, below the package.
         right: text that occurs there once.
-        wrong: what is there instead.
-        real: what went wrong when it was a bug of the product; empty = it never was one.
+        wrong: the text that is there instead.
+        real: its effect when it was a bug of the product; empty = it never was one.
         rare: whether fewer than one seed in 3,000 shows it: the faults that it takes seldom come together.
     """
 
@@ -49,7 +49,7 @@ class Plant:
         return "axon_ps." + self.path.removesuffix(".py").replace("/", ".")
 
     def source(self) -> str:
-        """The module with it."""
+        """Return the source of the module with the bug."""
         text = (ROOT / "axon_ps" / self.path).read_text(encoding="utf-8")
         if text.count(self.right) != 1:
             raise LookupError(f"{self.name}: its text is {text.count(self.right)} times in {self.path}, not once")
@@ -411,13 +411,13 @@ class _Finder:
 
 
 def plant(wanted: Plant) -> None:
-    """Have this process import the product with a bug. Before anything of it is imported."""
+    """Let this process import the product with a bug; nothing of it may be imported yet."""
     assert not any(name.startswith("axon_ps.") for name in sys.modules)
     sys.meta_path.insert(0, _Finder(wanted))
 
 
 def find(number: int, seeds: str) -> tuple[str, float]:
-    """Simulate with a bug in a process of its own; the first line of what it says, and after how many seconds."""
+    """Simulate with a bug in a process of its own; return its first failure as text, and the seconds that it took."""
     began_s = time.perf_counter()
     command = [sys.executable, "-m", "axon_ps_lab.interleavings", "--seeds", seeds, "--first"]
     done = subprocess.run([*command, "--plant", str(number)], capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """Simulates seeds on every core for some minutes, and keeps a record: `python -m axon_ps_lab.interleavings.record`.
 
-What failed is printed as `simulate` does, and is in the record, `benchmarks/results/simulation.json`, too: a row for
-each run, with the commit that was simulated. With `--add` the earlier rows stay; it is written every few minutes.
+Failures are printed, and are in the record, `benchmarks/results/simulation.json`, too: a row for each run, with the
+commit that was simulated. With `--add` the earlier rows stay. The record is written every few minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 AT_A_TIME: Final = 50
 
 WRITE_S: Final = 120.0
-"""How often the record is written."""
+"""Seconds between two writes of the record."""
 
 _WHAT: Final = {
     "killed": re.compile(r"is killed$"),
@@ -40,11 +40,11 @@ _WHAT: Final = {
     "slowed": re.compile(r"^\S+ slow "),
     "decisions": re.compile(r": step \d+ "),
 }
-"""What is counted of a trace; decisions once for each worker that was told of them."""
+"""The events of a trace that are counted; a decision counts once for each worker that was told of it."""
 
 
 def several(first: int) -> tuple[Counter[str], dict[int, str]]:
-    """Simulate some seeds: what happened in all of them, and why any failed."""
+    """Simulate `AT_A_TIME` seeds; return the counts of events, and the error of each seed that failed."""
     logging.disable(logging.CRITICAL)
     counted: Counter[str] = Counter()
     failed: dict[int, str] = {}

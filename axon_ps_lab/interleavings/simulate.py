@@ -1,6 +1,6 @@
 """Simulates a job under faults: `python -m axon_ps_lab.interleavings --seeds 0:100`.
 
-A seed decides everything: delays, faults, when. The same seed gives the same trace.
+A seed decides all delays and faults. The same seed gives the same trace.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from axon_ps_lab.interleavings.network import DELAY_S, Network
 from axon_ps_lab.interleavings.virtual_loop import LoopExecutor, VirtualCondition, VirtualLoop, process
 
 LENGTHS: Final = (*((4, 3.5),) * 60, *((8, 6.0),) * 8, (20, 12.0), (20, 12.0))
-"""Versions to commit, and how long there are faults; then everything is started, healed and quick. Mostly short ones:
-what is found is found soon, if at all, and the more seeds the more beginnings."""
+"""Versions to commit, and seconds with faults; after them everything is started, healed and quick. Most are short: bugs
+are found soon, if at all, and more seeds have more beginnings."""
 
 QUEUES = (0, 64, 1 << 20)
-"""Bytes that a shard server has for gradients that come before their turn: none, too few, enough."""
+"""Bytes that a shard server has for queued gradients: none, too few, enough."""
 CHECKPOINTS: Final = 0.1
-"""In how many jobs checkpoints are written."""
+"""The fraction of the jobs in which checkpoints are written."""
 
 ONE_WAY: Final = 0.3
-"""The fraction of the links that are cut which still carry what goes the other way."""
+"""The fraction of the cut links that still carry messages the other way."""
 
 END_S: Final = 600.0
-"""How long the job may take in all."""
+"""The most seconds that a job may take."""
 
 
 class Faults:
-    """Random faults, and what ends them. Each has its own randomness: it is the same when others are left out.
+    """Random faults, and their ends. Each has its own randomness: it is the same when others are left out.
 
     Args:
-        job: what they happen to.
+        job: the job that they happen to.
         network: counts them, with those that are left out.
-        rng: of all of them.
-        last_s: how long there are any.
+        rng: decides all of them.
+        last_s: seconds in which they happen.
         only: the numbers of those that happen; None = all.
     """
 
@@ -70,7 +70,7 @@ class Faults:
         self._cuts: set[frozenset[str]] = set()
 
     async def run(self) -> None:
-        """A fault every few seconds; then none."""
+        """Cause a fault every few seconds, up to `last_s`, and then end all."""
         loop, rng = self._job.loop, random.Random(self._rng.random())
         until_s = loop.time() + self._last_s
         early = rng.choice((0, 0, 8))  # faults while the job forms
@@ -86,7 +86,7 @@ class Faults:
             end()
 
     def _one(self) -> None:
-        """A fault now, or in the midst of what a member is doing next."""
+        """Cause a fault now, or after some messages of a member."""
         rng = self._rng
         if rng.random() < 0.5:
             faults = (self._kill, self._kill, self._cut, self._reset, self._slow, self._flip, self._fail_disk)
@@ -104,7 +104,7 @@ class Faults:
         self._network.once_busy(messages, one, run)
 
     def _later(self, most_s: float, end: Any) -> None:
-        """End a fault after a while, or when there are none any more."""
+        """End a fault after a while, or when all faults end."""
         done: list[bool] = []
 
         def once() -> None:
@@ -124,7 +124,7 @@ class Faults:
         self._later(self._rng.choice((0.2, 3.0, 10.0)), lambda: self._job.start(role))
 
     def _hurt_disk(self) -> None:
-        """Something has become of what the coordinator has written, or nothing."""
+        """Lose all of the coordinator's disk, or its last batches, or nothing."""
         chance = self._rng.random()
         if chance < 0.1:
             self._network.note("coordinator loses its disk")
@@ -137,7 +137,7 @@ class Faults:
         self._job.disk.fails = True
 
     def _may_lose(self, role: str) -> bool:
-        """Whether a shard server may be lost: no other one is cut off, or there are checkpoints."""
+        """Return True if a shard server may be lost: there are checkpoints, or no other one is lost or cut off."""
         if self._job.directory:
             return True
         return self._job.is_safe and not {r for link in self._cuts for r in link if r.startswith("shard")} - {role}
@@ -184,7 +184,7 @@ class Faults:
 
 @contextlib.contextmanager
 def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator[None]:
-    """This process has the loop's time, and the generator's randomness."""
+    """Give this process the loop's time, and the generator's randomness."""
     ids = random.Random(rng.random())
 
     def uuid4() -> uuid.UUID:
@@ -231,23 +231,23 @@ def simulate(seed: int, only: Collection[int] | None = None) -> list[str]:
     """Simulate a job; returns its trace.
 
     Args:
-        seed: what happens.
+        seed: decides what happens.
         only: the numbers of the faults that happen; None = all.
 
     Raises:
-        AssertionError: something does not hold; it has the trace as `trace`, and the number of faults as `faults`.
+        AssertionError: something does not hold. Any error has the trace and the number of faults as attributes.
     """
     with _own_garbage():
         return _simulate(seed, only)
 
 
 _frozen_before = functools.cache(gc.get_freeze_count)
-"""How much of this process somebody had frozen before the first seed; counting it takes milliseconds."""
+"""The number of objects that were frozen before the first seed; counting them takes milliseconds."""
 
 
 @contextlib.contextmanager
 def _own_garbage() -> Iterator[None]:
-    """Of all that this process has, only what is made meanwhile is looked at, once: that took a seventh of the time."""
+    """Collect garbage once, of the body's objects only: collections took a seventh of the time."""
     enabled, frozen = gc.isenabled(), _frozen_before()
     gc.disable()
     gc.freeze()
@@ -255,7 +255,7 @@ def _own_garbage() -> Iterator[None]:
         yield
     finally:
         gc.collect()
-        if not frozen:  # else somebody wants what was there before to stay so
+        if not frozen:  # else other code wants its objects to stay frozen
             gc.unfreeze()
         if enabled:
             gc.enable()
@@ -285,7 +285,7 @@ def _simulate(seed: int, only: Collection[int] | None) -> list[str]:
 
 
 def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
-    """Of a seed that fails with `error`: how many of its faults it takes, and how it fails with those alone.
+    """Return how many faults a seed that fails with `error` needs, and its error with those alone.
 
     Faults are left out, half of them, then a quarter, ..., as long as it still fails (Zeller & Hildebrandt 2002,
     "Simplifying and isolating failure-inducing input"; not necessarily the least number).
@@ -307,7 +307,7 @@ def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
 
 
 def _virtual_date(loop: VirtualLoop) -> Any:
-    """In place of the module `datetime`, for checkpoints."""
+    """Return a stand-in for the module `datetime`, for checkpoints."""
 
     class Now(datetime.datetime):
         @classmethod
@@ -337,7 +337,7 @@ async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, on
 
 
 async def _run(loop: VirtualLoop, network: Network, job: Job, random_faults: Faults) -> None:
-    """Until its workers have made all steps, after the last fault."""
+    """Run a job until its workers have made all steps, after the last fault."""
     found: list[BaseException] = []
     loop.set_exception_handler(
         lambda _, context: found.append(context.get("exception") or Violation(context["message"]))
@@ -379,5 +379,5 @@ async def _run(loop: VirtualLoop, network: Network, job: Job, random_faults: Fau
 
 
 def as_text(faults: int, error: Exception) -> str:
-    """The result of `shortest`, as text."""
+    """Return the result of `shortest` as text."""
     return "\n".join((f"with {faults} faults: {error!r}", *error.trace))  # type: ignore[attr-defined]

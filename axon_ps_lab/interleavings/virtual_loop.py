@@ -1,8 +1,8 @@
 """An event loop whose time is virtual: it passes only when nothing is left to do, and then at once.
 
-Everything that runs on it is deterministic: there are no sockets, what would run in a thread runs on the loop a little
-later, and every choice and delay comes from one seeded generator. Where what runs in threads waits for each other, they
-are real ones, of which one runs at a time, and the loop while none does. Each task belongs to a *process*, the one in
+Everything that runs on it is deterministic: there are no sockets, the work of threads runs on the loop a little
+later, and every choice and delay comes from one seeded generator. If work in threads waits for other such work, the
+threads are real; one of them or the loop runs at a time. Each task belongs to a *process*, the one in
 which it was made; a process that is killed does nothing any more.
 """
 
@@ -25,31 +25,31 @@ BEGAN_S: Final = 1000.0
 """The time at which a loop is made."""
 
 MOST_ITERATIONS: Final = 100_000
-"""How often the loop may turn without time passing."""
+"""The most iterations of the loop without time passing."""
 
 THREAD_S: Final = 0.003
-"""How long what runs in a thread takes at most."""
+"""The most seconds of work in a thread."""
 
 LONG_S: Final = 0.5
-"""How long some of what a service does in threads takes at most: as of a large model, or of a busy machine."""
+"""The most seconds of some of that work, as of a large model or on a busy machine."""
 
 ONE_IN: Final = 16
-"""Of so many works one takes that long."""
+"""One in this many works takes up to `LONG_S`."""
 
 process: ContextVar[str] = ContextVar("process", default="")
 """The process that a task belongs to; "" = the simulation itself."""
 
 
 class NothingHappensError(AssertionError):
-    """Everybody waits, and nothing is planned: a wait that does not end."""
+    """All tasks wait, and nothing is planned: a wait does not end."""
 
 
 class TimeStandsStillError(AssertionError):
-    """Somebody is always busy: a loop that does not end."""
+    """A task is always busy: its loop does not end."""
 
 
 class _Killed(BaseException):
-    """A thread's process was killed; or the simulation is over."""
+    """The simulation is over."""
 
 
 class _Thread:
@@ -70,7 +70,7 @@ class _Thread:
         self._over.acquire()
 
     def wait(self) -> None:
-        """Called in it: returns when it is resumed."""
+        """Wait, in the thread itself, until it is resumed."""
         self._over.release()
         self._permit.acquire()
         if self._killed:
@@ -97,10 +97,10 @@ class _Thread:
 
 
 class VirtualCondition:
-    """In place of `threading.Condition`, between threads of which one runs at a time.
+    """A stand-in for `threading.Condition`, between threads of which one runs at a time.
 
     Args:
-        loop: that runs while they wait.
+        loop: the loop that runs while they wait.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -136,7 +136,7 @@ class VirtualCondition:
 
 
 class _Task(asyncio.Task):  # type: ignore[type-arg]
-    """A task with the number in which it was made: sets of tasks have no order of their own."""
+    """A task with its number in the order of making: sets of tasks have no order of their own."""
 
     number: int
 
@@ -145,11 +145,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """See the module.
 
     Args:
-        rng: of all choices.
+        rng: decides all choices.
 
     Attributes:
         now_s: the time.
-        threads: whether what runs in threads has any, since it waits for each other.
+        threads: whether work in threads runs in real ones, since it waits for other such work.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -193,7 +193,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # it is passed over when it is due
+        pass  # it is passed over at its time
 
     def _run_once(self) -> None:
         """Run what is ready; if nothing is, time passes until something is."""
@@ -233,11 +233,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.create_task(coroutine, context=context)
 
     def lives(self, name: str) -> bool:
-        """Whether a process was not killed."""
+        """Return True if a process was not killed."""
         return name not in self._dead
 
     def kill(self, name: str) -> None:
-        """End a process: its tasks are cancelled, and its messages are dropped."""
+        """End a process: its tasks are cancelled, and its work in threads is dropped."""
         self._dead.add(name)
         tasks = sorted(self._tasks_of.pop(name, ()), key=lambda t: t.number)
         self._killed += tasks  # what waits for a thread of the process waits for ever
@@ -250,7 +250,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.call_later(self.rng.uniform(0.0, most_s), lambda: run() if self.lives(name) else None)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Run the work of a thread, here and later."""
+        """Run the work of a thread later; see `in_thread`."""
         future = self.create_future()
 
         def run() -> None:
@@ -274,7 +274,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def in_thread(self, run: Callable[[], object]) -> None:
-        """Do what a thread would do."""
+        """Run the work of a thread, in a real one if `threads`."""
         if not self.threads:
             run()
             return
@@ -290,7 +290,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class LoopExecutor:
-    """In place of a pool of threads."""
+    """A stand-in for a pool of threads."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -302,4 +302,4 @@ class LoopExecutor:
         loop.later(THREAD_S, lambda: loop.in_thread(lambda: run(*args)))
 
     def shutdown(self, **_: object) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""

@@ -1,1 +1,1 @@
-"""A rank's side of the servers' collectives: a stream to each server, read and written at the same time."""
+"""A rank's side of the servers' collectives: a stream for each stripe, read and written at the same time."""

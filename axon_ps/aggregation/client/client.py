@@ -369,7 +369,7 @@ class CollectiveClient:
 
     @contextlib.asynccontextmanager
     async def _waiting(self, server: int, acquired: Acquired[OperationStream]) -> AsyncIterator[OperationStream]:
-        """The stream to a server; the call counts as waiting for the server."""
+        """Yield the stream to a server; the call counts as waiting for the server."""
         with self._peers.waiting() as waiting:
             waiting.on(server)
             async with acquired as stream:

@@ -54,7 +54,7 @@ class Peers:
         Args:
             report: receives the results.
             context: returns the caller.
-            everybody: whether each server is probed once, also if no call waits for it.
+            everybody: whether each server is also probed once when no call waits for it.
         """
         me = context().incarnation
         self._probes = Probes(report, self._waits, partial(self._echo, context), me, everybody=everybody)
@@ -151,7 +151,7 @@ class Peers:
         self._check_open()
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail. Harmless when repeated."""
+        """Close every connection; calls under way fail. It may be repeated."""
         self._closed = True
         self.wake()
         if self._probes is not None:

@@ -2,9 +2,9 @@
 
 A wait may be long for good reasons: other members are slow, or a unit is large. A call itself does not show that the
 network has failed, and small packets may still pass on a broken connection. So if a call has waited for a server for
-`PATIENCE` of a lease, the server is sent `ECHO_BYTES`, more than a packet holds, over a new bulk connection. If they do
-not come back, the server is reported (`ConnectivityReport`), and asked again until it answers. A refusal counts as an
-answer.
+`PATIENCE` of a lease, the server is sent `ECHO_BYTES`, more than a packet holds, over a new bulk connection if
+possible. If they do not come back, the server is reported (`ConnectivityReport`), and asked again until it answers. A
+refusal counts as an answer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Wait:
 
 
 class Probes:
-    """The probes of one member, and the reports of servers that do not answer. One event loop.
+    """The probes of one member, and the reports of servers that do not answer. All run on one event loop.
 
     Args:
         report: receives the results.

@@ -6,7 +6,7 @@ message for each rank, `MAX_PARTIAL_SUMS` unfinished results, and `MAX_QUEUED_SE
 
 Invariants:
 - Contributions to a segment are combined in rank order, whatever the order of arrival.
-- A result is encoded once and sent to all ranks as the same bytes; a forwarded message is not encoded again.
+- A result is encoded once and sent to all ranks as the same bytes; a message with `begin` is encoded again without it.
 - A slow reader blocks the ranks that send to it, and no stream is read further than its window.
 """
 

@@ -11,7 +11,7 @@ Invariants:
   no effect on it.
 - A member that has *finished* ends the group's collectives in the same way, but its sent messages can still be
   received. Only a rank that waits for another message from it, or sends to it, gets `MemberLost`.
-- No memory is allocated for data before all ranks of an operation have joined and agree.
+- Before all ranks of a collective have joined and agree, the first message of each is all of its data that is stored.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class CollectiveEngine:
             del self._groups[group.name]
 
     def _may_be_received(self, request: OperationRequest, lost: Sequence[int]) -> bool:
-        """Return True if the request is about a message in a group whose missing members have all finished."""
+        """Return True if it is a receive, or a send to a worker, in a group whose missing members have all finished."""
         envelope = request.what
         receives = isinstance(envelope, Envelope) and (envelope.receive or envelope.peer not in lost)
         return receives and self._have_finished(request.members, lost)

@@ -1,8 +1,8 @@
 """A rank's part in one operation on this server, and the memory that operations use. Pure data, no I/O.
 
 A *participant* is one rank in one operation. At most one of its messages is `pending`: it has arrived and cannot be
-used yet. The messages to it are `outgoing`, at most `MAX_QUEUED_SEGMENTS` segments. All other data waits in gRPC's
-flow-control window, or has not left its sender.
+used yet. The messages to it are `outgoing`, at most `MAX_QUEUED_SEGMENTS` segments. All other data waits in the
+connection's flow-control window, or has not left its sender.
 """
 
 from __future__ import annotations
@@ -177,4 +177,4 @@ class Participant:
 
 
 def _nothing(_: Participant) -> None:
-    """The callback of a participant whose operation has not begun or is over."""
+    """Do nothing: the operation of the participant has not begun, or is over."""

@@ -111,7 +111,7 @@ class StripePlan:
         return _segments(tuple(self._ranges()), self.call.dtype.itemsize, self.segment_bytes())
 
     def segment_bytes(self) -> int:
-        """Size of the segments in the middle of the rank's uploads."""
+        """Return the size of the segments in the middle of the rank's uploads."""
         operation = self.call.operation
         largest = SEGMENT_BYTES if operation is Operation.ALL_REDUCE else LARGE_SEGMENT_BYTES
         if operation not in REDUCING:

@@ -1,7 +1,7 @@
 """The shell around the collective engine: the clock, the waits, and the decoding of first messages.
 
 All decisions are the engine's. The reader and the writer of a `CollectiveStream` wait for changes of its participant.
-One event loop.
+All of it runs on one event loop.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class CollectiveShell:
             GenerationChanged: it was a worker and is no longer one.
             MemberLost: a member of the group is no longer a worker.
             InvalidRequest: the request is not valid.
+            Broken: this server does not know the caller's generation in time, or knows another state of the job.
+            AxonError: the operation has ended with this error.
         """
         header, payload = decode_bulk(CollectiveChunk, message)
         if not header.HasField("begin"):

@@ -13,7 +13,7 @@ Note: [Agreement]
 
 Note: [Rank order]
     Reductions combine contributions in the order of ranks, ((x0 + x1) + x2) + ..., in f32 for bf16 and f16, rounded
-    once. So a result has the same bits on every rank, in every run, and on every flat backend.
+    once. So a result has the same bits on every rank, in every run, and with shm, grpc and mock.
     `HierarchicalBackend` reduces inside nodes first, and NCCL and gloo in orders of their own.
 
 Note: [After an error]

@@ -2,7 +2,7 @@
 
 Owns: the features that gloo lacks. Before a collective all pairs of ranks exchange headers, so a disagreement is found
 before data moves and a time-out can name the missing ranks. Averages, NaN in minima and maxima, bool, bf16, uneven
-counts and empty arrays are composed of gloo's operations. No other module outside `parallel` imports torch.
+counts and empty arrays are composed of gloo's operations. No other module of collectives imports torch.
 
 Invariants:
 - bf16 and f16 are reduced in f32 and rounded once. The order of reductions is gloo's. Blocks of int8, which gloo moves
@@ -183,7 +183,7 @@ class GlooBackend(Backend):
             self._run_native(lambda: self._native.reduce([tensor], reduce_options), what, deadline)
 
     def _reduced(self, request: Request, deadline: float, root: int = -1) -> Any:
-        """Return the reduction of all ranks' data, as a new tensor."""
+        """Return the reduction of all ranks' data, as a new tensor; with a root other than -1, on the root only."""
         call = request.call
         assert call.op is not None
         assert request.data is not None

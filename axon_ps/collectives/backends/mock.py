@@ -135,7 +135,7 @@ class _SharedState:
 
 
 class MockBackend(Backend):
-    """The collectives of a group of threads. Results have the bits of every flat backend, the same in every run.
+    """The collectives of a group of threads. Results have the same bits as with shm and grpc, in every run.
 
     Args:
         context: the group; its store must be a `MemoryStore`, through which the ranks find each other.

@@ -137,7 +137,7 @@ class Request:
 
 
 def describe(call: Call, output_counts: Sequence[int] = (), input_counts: Sequence[int] = ()) -> str:
-    """Return a text that differs for different calls: it adds to `str(call)` the counts that are left out there."""
+    """Return `str(call)`, and a checksum of counts that it leaves out, or the first counts of an all-to-all."""
     if call.operation is not Operation.ALL_TO_ALL:
         if len(call.counts) <= _MAX_LISTED_COUNTS or len(set(call.counts)) == 1:
             return str(call)

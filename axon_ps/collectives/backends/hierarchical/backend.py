@@ -6,10 +6,10 @@ itself, and to know of which stages a call consists (`staged`).
 Invariants:
 - All ranks compare their calls first, through `flat`, which spans the group. So a rank that is missing or makes another
   call is named, on any node, and a stage begins on all ranks or on none.
-- Small calls go through `flat` only: the stages would cost more than they save. So do messages: they would be faster
-  inside a node, but a receive from any rank would have to wait in two places.
+- Small calls of host memory, except all-to-alls, go through `flat` only: stages would cost more. So do messages: they
+  would be faster inside a node, but a receive from any rank would have to wait in two places.
 - A group on one node uses `intra` alone; a group with a single rank on each node uses `inter` alone.
-- Reductions are in rank order inside nodes, then in the order of nodes; bf16, f16 and blocks of int8 are rounded after
+- Reductions are in the order of `intra` inside nodes, then of nodes; bf16, f16 and blocks of int8 are rounded after
   each. Results have the same bits on every rank and in every run.
 - Device memory stays on the device inside a node. Only bytes that cross nodes are staged through page-locked host
   memory (see `collectives.staging`): the stripe of each rail, and full messages.
@@ -181,7 +181,7 @@ class HierarchicalBackend(Backend):
             raise
 
     def _through_flat(self, request: Request, deadline: float) -> bool:
-        """Make a call through `flat` if it is small; return True if it was. Equal calls give the same on every rank."""
+        """Make a small call of host memory, except an all-to-all, through `flat`; return True if it was made."""
         call = request.call
         arrays = [a for a in (request.data, request.output) if a is not None]
         small = sum(call.counts) * call.dtype.itemsize <= self._small_bytes

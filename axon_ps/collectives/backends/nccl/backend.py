@@ -55,6 +55,7 @@ class NcclBackend(Backend):
 
     Raises:
         NcclError: there is no GPU or no cupy, or NCCL failed.
+        Timeout: some ranks did not make it in time.
     """
 
     name: ClassVar[str] = "nccl"
@@ -96,7 +97,7 @@ class NcclBackend(Backend):
 
         Raises:
             NcclError: there is no GPU or no cupy, or NCCL failed.
-            Timeout: the first rank did not come.
+            Timeout: some ranks did not come.
         """
         key = _id_key(context)
         if context.rank == 0:

@@ -1,7 +1,7 @@
 """Collectives as calls of one NCCL communicator.
 
 Owns: the features that NCCL's operations lack. Bitwise reductions, NaN in minima and maxima, bool, and uneven counts
-are composed of them, in one group each. A bf16 array is uint16 here. Everything is put on the calling thread's current
+are composed of them. A bf16 array is uint16 here. Everything is put on the calling thread's current
 stream, and no call waits.
 """
 

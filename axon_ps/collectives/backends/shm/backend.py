@@ -48,6 +48,8 @@ class SharedMemoryBackend(Backend):
         Busy: there is not enough memory; the message has the bytes needed and available.
         Timeout: a rank did not come; the message names it.
         MemberLost: a rank died meanwhile.
+        Broken: a rank is not connected to another one.
+        InvalidRequest: `slot_bytes` is too small for the number of ranks.
     """
 
     name = "shm"
@@ -67,9 +69,10 @@ class SharedMemoryBackend(Backend):
         self._large = LargeCalls(self._control, self._peer_memory, self._agreement)
 
     def empty_shared(self, shape: Sequence[int], dtype: DType) -> Array:
-        """Make an array of zeros in memory that the other ranks map: collectives never copy it. It is not collective.
+        """Make an array of zeros in memory that the other ranks map. It is not collective.
 
-        It serves in every group of this process, and lives as long as anything refers to it.
+        A large call reads such arrays where they are, if every rank's is one. It serves in every group of this
+        process, and lives as long as anything refers to it.
 
         Args:
             shape: of the array.
@@ -119,7 +122,7 @@ class SharedMemoryBackend(Backend):
         return self._mailbox.recv(data, dtype, source, tag, timeout_s)
 
     def abort(self, error: AxonError) -> None:
-        """See `Backend`. The other ranks' pending calls end too, with an error that names this rank."""
+        """See `Backend`. The other ranks' pending calls end too."""
         if not self._closed:
             self._control.abort(error)
 
@@ -131,7 +134,7 @@ class SharedMemoryBackend(Backend):
             self._peer_memory.close()
 
     def statistics(self) -> dict[str, float]:
-        """Return counters: bytes inline, mapped in shared arrays, sent and received; waits at barriers, and sleeps."""
+        """Return counters: calls; bytes inline, mapped in shared arrays, sent and received; waits and sleeps."""
         return {
             "calls": self._agreement.calls,
             "bytes_inline": self._agreement.bytes_inline,

@@ -119,7 +119,7 @@ class ControlLayout:
 class Control:
     """The control segment as one rank sees it.
 
-    One thread at a time may use it, except for `abort`, `check` and `notify`, which any thread may call.
+    One thread at a time may call `barrier`, `arrive`, `advance` and the waits for them. Any thread may call the rest.
 
     Args:
         memory: u8[layout.size_bytes], the segment.

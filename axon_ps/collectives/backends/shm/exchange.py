@@ -5,7 +5,7 @@ Owns: the two ways of access, and the choice between them. Refuses: to know the 
     mapped   the array is shared (`host.shared_arrays`): the peers map it and compute on it where it is
     slots    every rank copies the part of its array that the peers need into its slot of a shared segment, one window
              after the other, and the peers work on it there, in the cache. Slots are used if an array is in ordinary
-             memory, or in that of a device
+             memory
 
 All ranks of a call use slots, or none does: every rank sees all descriptors and decides the same.
 

@@ -4,7 +4,8 @@
 
 The headers contain the locations of the arrays. In a reduction each rank reduces its partition of all ranks' arrays in
 blocks that stay in a cache, into its own array, and publishes its progress window by window; the others follow and copy
-the windows. A last barrier makes sure that no rank changes an array that another one still reads.
+the windows. If all arrays are shared, it writes its partition into the others' arrays instead. Without slots, a last
+barrier makes sure that no rank changes an array that another one still reads.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ class ShmMailbox:
                 self._check_ranks(seen, ranks)
 
     def _check_ranks(self, seen: int, ranks: set[int]) -> None:
-        """Raise if a rank that we wait for has died or closed the group, and our rings are empty."""
+        """Raise if a rank that we wait for has died, or all have closed the group, and our rings are empty."""
         control = self._control
         dead = control.dead() & ranks
         closed = {r for r in ranks if control.closed(r)}

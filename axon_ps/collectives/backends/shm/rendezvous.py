@@ -64,6 +64,7 @@ def rendezvous(context: GroupContext) -> tuple[Control, list[HostPeer | None]]:
         Busy: there is not enough memory.
         Timeout: a rank did not come in `context.timeout_s`.
         MemberLost: a rank died meanwhile.
+        Broken: a rank is not connected to another one.
     """
     deadline = time.monotonic() + context.timeout_s
     begin = _create if context.rank == 0 else _join
