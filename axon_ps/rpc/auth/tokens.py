@@ -54,7 +54,7 @@ def new_secret() -> str:
 
 
 def is_strong(secret: str) -> bool:
-    """Return True if keys may be derived from a secret: it may be random, and is not a token of a role."""
+    """Return True if keys may be derived from a secret: it is long and varied enough, and not a token of a role."""
     return len(secret) >= MIN_SECRET_CHARS and len(set(secret)) >= MIN_DISTINCT_CHARS and not is_role_token(secret)
 
 
