@@ -9,5 +9,5 @@ calls       a call's two ends                 carriers   gRPC, sockets for bulk 
 multiplex   calls over a call                 listener   a socket that accepts connections · http  the other endpoint
 background_loop   the SDK's event loop        deadlines  deadlines and retries
 
-No other package imports `grpc`. Nothing here knows about jobs.
+No other package imports `grpc`. Nothing here uses the state of a job.
 """

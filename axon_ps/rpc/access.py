@@ -1,8 +1,8 @@
 """The table of RPCs, HTTP paths and the roles that may call them. `axon-ps auth table` prints it.
 
 A path that is not in the table is denied to every caller, so a new RPC is closed until it is added
-(`tests/unit/rpc/test_access.py` checks that the table is complete). A process with the job's secret has every role, and
-is denied only paths that are not in the table. Health checks need no role.
+(`tests/unit/rpc/test_access.py` checks that the table is complete). A token that is the job's secret has every role. A
+certificate that names a role has only that one, also beside the secret. Health checks need no role.
 
 Operators and observers are not members: they do not join the job, and no member waits for them. A worker trains: it
 registers models, steps, stores values and writes and restores checkpoints, as a training script does. It does not move

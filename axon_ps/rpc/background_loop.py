@@ -53,6 +53,7 @@ class BackgroundLoop:
 
     Raises:
         OSError: the loop cannot be created, for example because too many files are open.
+        Misuse: made in a forked child.
     """
 
     def __init__(self, name: str = "axon_ps-loop", *, settle_s: float = SETTLE_S) -> None:

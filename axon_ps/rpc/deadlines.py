@@ -56,8 +56,8 @@ async def retry(
 ) -> T:
     """Call `fn` until it succeeds, raises an error that is not in `on`, or the deadline has passed.
 
-    The wait before attempt n+1 is drawn evenly from [w/2, w], w = min(max_s, first_s * 2**n): the randomness keeps a
-    job's workers from returning all at once. The last attempt is made at the deadline.
+    The wait before attempt n+1 is drawn evenly from [w/2, w], w = min(max_s, first_s * 2**(n-1)): so a job's workers
+    do not return all at once. The last attempt is made at the deadline.
 
     Args:
         fn: the operation; called at least once.

@@ -136,8 +136,8 @@ class Security:
         """Refuse to listen on `host` when it would be open to the network without protection.
 
         Raises:
-            ConfigurationError: `host` is not loopback and TLS or token is missing, and `insecure` is not set; or there
-                is no such port.
+            ConfigurationError: TLS or a token is missing, `insecure` is not set, and `host` is not loopback or `tls` is
+                set; or there is no such port.
         """
         if not 0 <= port < 65536:
             raise ConfigurationError(f"port {port} does not exist; use 1 to 65535, or 0 for any free one")

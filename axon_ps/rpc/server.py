@@ -172,7 +172,11 @@ class Server:
         await asyncio.gather(*stopping)
 
     async def wait(self) -> None:
-        """Wait until it has stopped."""
+        """Wait until it has stopped.
+
+        Raises:
+            Misuse: it was not started.
+        """
         if self._server is None:
             raise Misuse("this server was not started")
         await self._server.wait_for_termination()

@@ -114,7 +114,7 @@ class Stub:
             timeout_s: seconds until it fails with `Timeout`; None = no deadline.
 
         Raises:
-            AxonError: the error of the servicer; or `Unreachable`, `Broken`, `Timeout`, `PermissionDenied`.
+            AxonError: the error of the servicer; or `Unreachable`, `Broken`, `Timeout`, `Closed`, `PermissionDenied`.
 
         After an error: `Unreachable` and the errors that a servicer raises before it does something mean that nothing
         was done. After `Broken` or `Timeout` the peer may have done some, all or none of it.

@@ -8,8 +8,9 @@ broke) or by another program, and is translated by its code.
 Note: [Unreachable or Broken]
     `Unreachable` means that the call was never sent, so nothing was done and it may be repeated safely.
     gRPC gives the same code, UNAVAILABLE, for "could not connect" and for "the connection broke under the call"; only
-    the text differs. We raise `Unreachable` when the text is about connecting and nothing was received on the call,
-    and `Broken` in every other case: when in doubt, the peer may have done something.
+    the text differs. We raise `Unreachable` when the text is about connecting and nothing was received on the call
+    (`PermissionDenied` if it is about TLS), and `Broken` in every other case: when in doubt, the peer may have done
+    something.
 """
 
 from __future__ import annotations

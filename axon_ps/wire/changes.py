@@ -21,7 +21,7 @@ _BITS: Final = {2: np.uint16, 4: np.uint32}
 
 
 def encode_changes(old: Array, new: Array) -> bytes | None:
-    """Encode the change from `old` to `new`; None if it is not smaller than `new` itself.
+    """Encode the change from `old` to `new`; None unless it is surely smaller than `new` itself.
 
     Args:
         old: wire[n], contiguous.

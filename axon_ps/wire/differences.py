@@ -65,7 +65,7 @@ def membership_from_difference(before: Membership | None, message: membership_pb
     """Return the membership that a difference leads to.
 
     Raises:
-        InvalidRequest: it is not a difference to `before`, or names members that `before` does not have.
+        InvalidRequest: it is not a difference to `before`, or does not fit it: its members, its number of replicas.
     """
     if before is None or before.generation != message.since:
         known = "none" if before is None else f"that of generation {before.generation}"

@@ -52,8 +52,8 @@ class JobState:
     Attributes:
         model: its number.
         name: its name; empty until registered.
-        spec: layout, dtypes and policy; None until registered. Only shard servers get it.
-        optimizer: None until registered. Only shard servers get it.
+        spec: layout, dtypes and policy; None until registered. Only shard servers and callers of Describe get it.
+        optimizer: None until registered. Only shard servers and callers of Describe get it.
         initialized: whether every shard server has its parameters.
         version: number of committed steps.
         epoch: how often it was restored; a change makes every gathered copy stale.

@@ -1,7 +1,7 @@
 """Bulk messages, encoded and decoded without the protobuf library copying the payload.
 
 Owns: the conversions `encode_chunk`, `encode_buffers`, `decode_chunk` and `Target`, and `payload_array` and `elements`,
-which check a payload before it is used. Refuses: all other messages, with `InvalidRequest`.
+which check a payload before it is used. Refuses: bytes that are not a bulk message, with `InvalidRequest`.
 
 Bulk messages are `Chunk` (parameters and gradients) and `CollectiveChunk`.
 
@@ -154,11 +154,11 @@ class Target(Generic[Bulk]):
 def payload_array(
     header: common_pb2.Chunk, payload: memoryview, max_numel: int, compressed_bytes: Callable[[int], int] | None = None
 ) -> Array:
-    """Return the payload as a read-only 1-D array of the header's dtype, not copied; bf16 as uint16, compressed as u8.
+    """Return the payload as a 1-D array of the header's dtype, not copied; bf16 as uint16, compressed as u8.
 
     Args:
         header: has dtype and number of elements.
-        payload: the bytes.
+        payload: the bytes; the array is read-only if they are.
         max_numel: the most elements that the receiver accepts.
         compressed_bytes: the compressed size of a number of elements; None = the job does not compress.
 
@@ -189,7 +189,7 @@ def payload_array(
 
 
 def elements(payload: memoryview, dtype: DType) -> Array:
-    """Return a payload as a read-only 1-D array, without a copy; bf16 as uint16. The caller checks its length.
+    """Return a payload as a 1-D array, not copied, read-only if it is; bf16 as uint16. The caller checks its length.
 
     Raises:
         InvalidRequest: it is not an integral number of elements, or a bool is neither 0 nor 1.

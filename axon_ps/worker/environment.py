@@ -1,6 +1,6 @@
 """A worker's environment variables: the coordinator's address, its rank, token and certificates.
 
-All are pure functions of a mapping, so tests need no real environment. The names are torchrun's where torchrun has one,
+All functions take a mapping, so tests need no real environment. The names are torchrun's where torchrun has one,
 so a script works under `axon-ps run`, `torchrun`, `mpirun`, `srun` and compose alike; docs/environment.md lists them.
 `worker.bootstrap` is for workers that only a launcher has started: it lets them find each other.
 """

@@ -98,12 +98,12 @@ class JobView:
         return new
 
     def blocks(self) -> bool:
-        """Return True if only this thread makes steps, of several models: waiting in one, it makes no other."""
+        """Record that this thread votes; True if only it does, of several models: waiting in one, it makes no other."""
         self._voters.add(threading.get_ident())
         return self.models > 1 and len(self._voters) == 1
 
     def blocks_before_vote(self) -> bool:
-        """As `blocks`, for a thread that has not voted yet, and may never vote."""
+        """As `blocks`, but without recording this thread: it has not voted yet, and may never vote."""
         return self.models > 1 and self._voters <= {threading.get_ident()}
 
     # ------------------------------------------------------------------ waiting
@@ -173,6 +173,7 @@ class JobView:
 
         Raises:
             Timeout: it has not.
+            AxonError: the session failed.
         """
         self.wait_until(
             lambda: True if self.known is not None and self.known.generation >= generation else None,

@@ -168,6 +168,8 @@ class Models:
             LayoutMismatch: the job has something else by that name, which the worker of lowest rank has registered; the
                 message says where they differ.
             Timeout: the worker of lowest rank has registered nothing by that name.
+            CheckpointError: the job is to resume from a checkpoint that cannot be read.
+            MemberLost: a shard server that is to hold slices of the model did not come in time.
         """
         self._shards.warm_up(spec)
         registering = self._coordinator.register(spec=spec, timeout_s=self._view.timeout_s, name=name)

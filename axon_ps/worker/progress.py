@@ -1,7 +1,7 @@
 """The progress that a training script reports: written by `World.report`, shown by `axon-ps status`.
 
 It is one small value in the job's key-value store, updated by the main process. At most one message is in flight, and
-at most one is sent per second: reporting after every step costs a step nothing.
+at most one is sent per second, besides the last step's: reporting after every step costs a step nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class ProgressReporter:
     def report(
         self, step: int, steps: int | None, loss: float | None, values: Mapping[str, float], *, by_version: bool = False
     ) -> None:
-        """Report progress; it is sent unless a report was sent within the last second. The last step always is.
+        """Report progress; it is sent unless a report is still in flight or was sent within the last second.
+
+        The last step is also sent within that second.
 
         Args:
             step: how far the script is.

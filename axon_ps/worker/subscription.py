@@ -254,7 +254,8 @@ def subscribe(
     Args:
         model: its name in the job; empty = the only one. It may be registered later.
         dtype: of the arrays, as `types.parse_dtype` takes it; None = as the job sends parameters.
-        every: iteration gives versions that are multiples of this (10, "10"), or one after a time ("30s", "5m").
+        every: after the first, iteration gives versions that are multiples of this (10, "10"), or one after a time
+            ("30s", "5m").
         changes: transfer only the elements that changed since the version before; exact. It saves bytes where few of
             the bits change, as with bf16 and small steps, and costs the servers a comparison (docs/subscribe.md).
         coordinator: "host:port"; empty = as in the environment (`AXON_PS_COORDINATOR`).

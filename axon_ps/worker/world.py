@@ -127,7 +127,7 @@ class World:
             Misuse: this process is a fork of a worker, or `multiprocessing` has started it and it is importing the main
                 module again.
             Unreachable: no process answers at the coordinator's address.
-            PermissionDenied: wrong job name or token.
+            PermissionDenied: wrong job name or token, or a process of another user serves the workers' store.
             Timeout: members are missing; the message says which.
 
         After an error: this process is not a member.
@@ -243,7 +243,7 @@ class World:
             The group; on workers that are not in it, its collectives raise `Misuse`.
 
         Raises:
-            InvalidRequest: a rank does not exist, or is given twice.
+            InvalidRequest: a rank does not exist, or is given twice; or none is given.
             Disagreement: the workers gave different ranks.
         """
         group = self.default_group
@@ -336,7 +336,7 @@ class World:
     ) -> None:
         """Report the progress of training, for `axon-ps status`. Call it as often as you like.
 
-        Only the main process reports, at most once a second. A report never waits.
+        Only the main process reports, at most once a second and at the last of `steps`. A report never waits.
 
         Args:
             step: steps made; None = the version, shown as it is at that moment, and not as it was reported.
@@ -345,7 +345,8 @@ class World:
             values: further values to show, by name: `tokens_per_s=12_000.0`.
 
         Raises:
-            InvalidRequest: a value is not a number.
+            InvalidRequest: on the main process, a value is not a number, or there are too many.
+            Misuse: on the main process, there are several models and no `step`.
         """
         self._limit(None)
         if self.is_main_process:
@@ -368,8 +369,8 @@ class World:
             statistics: whether the main process's counters are logged, too, as "worker/NAME".
 
         Raises:
-            ConfigurationError: the logger's library is not installed.
-            InvalidRequest: `make` does not return a logger.
+            ConfigurationError: on the main process, the logger's library is not installed.
+            InvalidRequest: on the main process, `make` does not return a logger.
         """
         self._limit(None)
         self._curves.add(make, hyperparams or {}, statistics=statistics, is_main=self.is_main_process)
@@ -436,7 +437,7 @@ class World:
         return decode(self._loop.run(first), "agree")
 
     def gather_json(self, value: Any, *, name: str = "gather_json", timeout_s: float | None = None) -> list[Any]:
-        """All-gather a value of every worker, in rank order. For small values: losses, settings.
+        """All-gather a value of every worker, in rank order. It is for small values: losses, settings.
 
         All workers wait for each other, as at a `barrier`; `agree` and the key-value store do not wait. It uses the
         coordinator and so works for new workers, too; `all_gather_object` is for a group, for larger values and faster.
@@ -444,7 +445,7 @@ class World:
         Args:
             value: a value that `all_gather_object` takes, at most 1 MiB.
             name: distinguishes concurrent gathers.
-            timeout_s: how long to wait for the others, in seconds.
+            timeout_s: how long to wait for the others in each of three steps, in seconds.
 
         Raises:
             InvalidRequest: `value` cannot be sent; the message says what can.
@@ -497,7 +498,7 @@ class World:
             uri: directory or fsspec URI that every shard server can write to.
             extra: JSON values that a restore returns (sampler, schedule).
             states: by the rank of a worker, the file of its own state, which it has written to `uri`; see
-                `axon_ps.storage.state_file`.
+                `axon_ps.parallel.checkpoints.own_state`.
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work` whose `wait()` gives the `CheckpointInfo`. Wait for it before closing the world.
                 It is throttled, so that steps are hardly slower, and takes longer.
@@ -505,6 +506,8 @@ class World:
         Raises:
             CheckpointError: it could not be written; `StorageFull` when there is no space. An incomplete one
                 is not listed as a checkpoint.
+            InvalidRequest: `extra` is not JSON values.
+            MemberLost: a shard server was lost before it had written its files.
 
         After an error: earlier checkpoints are untouched.
         """
@@ -528,6 +531,8 @@ class World:
             CheckpointError: it cannot be read. If this was found before anything was overwritten (as for a missing,
                 truncated or altered file), the parameters are unchanged; else the job waits for another restore.
             InvalidRequest: it was saved from other models.
+            Misuse: this process has not wrapped one of `models`.
+            Timeout: it was not restored in time.
         """
         return self._checkpoints.restore(uri, models, self._limit(timeout_s))
 
@@ -559,6 +564,7 @@ class World:
 
         Raises:
             InvalidRequest: a unit does not fit the layout.
+            Misuse: this process has no such model, or several models and none is named.
             Broken: the worker of lowest rank failed; the message has its error.
             Timeout: a worker or a server is missing.
 
@@ -576,7 +582,7 @@ class World:
                 replacement; messages that it sent in the background are waited for, at most 10 s. None: True, unless
                 an error is being handled.
 
-        A worker that has started the job's services waits here until the other workers are done.
+        A worker that has started the job's services and has finished waits here until the other workers are done.
 
         Raises:
             Misuse: this process is a fork of the process that joined; that one is still a member.

@@ -49,7 +49,7 @@ PROMISED: Final = {"messages": 1_000_000, "connections": 20_000, "directories": 
 MEMORY: Final = 1.10
 SLOWER: Final = 1.5
 PERIOD_S: Final = 60.0
-"""How long real services are attacked at a time, before they are looked at."""
+"""Seconds that real services are attacked at a time, before they are looked at."""
 
 BESIDE_S: Final = 10.0
 """The same, where the job's steps are measured."""
@@ -65,7 +65,7 @@ Row = dict[str, Any]
 
 @contextlib.contextmanager
 def inside(seconds: float, seed: int, cases: Path) -> Iterator[dict[str, Row]]:
-    """The targets inside of a process, meanwhile; afterwards their reports, by name."""
+    """Run the targets inside of a process in this context; their reports, by name, are complete at its end."""
     found: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as logs:
         reports = {name: Path(directory) / f"{number}.json" for number, name in enumerate(TARGETS)}
@@ -92,7 +92,7 @@ def inside(seconds: float, seed: int, cases: Path) -> Iterator[dict[str, Row]]:
 
 
 def _reported(name: str, process: subprocess.Popen[bytes], report: Path, until_s: float) -> Row:
-    """The report of a target that has ended."""
+    """Return the report of a target, once it has ended or was killed."""
     try:
         code: object = process.wait(max(1.0, until_s - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -105,7 +105,7 @@ def _reported(name: str, process: subprocess.Popen[bytes], report: Path, until_s
 
 
 def attacked(made: Outside, seconds: float, period_s: float, seed: int, kinds: tuple[str, ...]) -> None:
-    """Real services under attack in turns, until the time is over, and at least two rounds."""
+    """Attack real services in rounds, until the time is over, and at least two rounds."""
     amount = Amount(*(round(rate * period_s) for rate in (MESSAGES_PER_S, CONNECTIONS_PER_S, SERVERS_PER_S)))
     until_s, number = time.monotonic() + seconds, 0
     while number < 2 or time.monotonic() < until_s:
@@ -122,7 +122,7 @@ def attacked(made: Outside, seconds: float, period_s: float, seed: int, kinds: t
 
 
 def row_of(name: str, report: Row) -> Row:
-    """A row for a target inside."""
+    """Return a row for a target inside."""
     return {
         "target": name,
         "seconds": report.get("seconds", 0),
@@ -136,12 +136,12 @@ def row_of(name: str, report: Row) -> Row:
 
 
 def promise(what: str, measured: float, needed: str, *, reached: bool) -> Row:
-    """A promise, its measured value, and whether it is kept."""
+    """Return a promise, its measured value, and whether it is kept."""
     return {"what": what, "measured": measured, "needed": needed, "reached": reached}
 
 
 def common_facts(made: Outside, seconds: float, seed: int, findings: list[str], promised: list[Row]) -> Row:
-    """The facts that both parts of the record have."""
+    """Return the facts that both parts of the record have."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "seconds": seconds,
@@ -157,7 +157,7 @@ def common_facts(made: Outside, seconds: float, seed: int, findings: list[str], 
 
 
 def attack_record(seconds: float, seed: int, cases: Path) -> tuple[Row, list[Row], dict[str, str]]:
-    """See the module; the record's part, its rows and the findings."""
+    """See the module; returns the record's part, its rows and the findings."""
     findings = Findings(cases)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -190,7 +190,7 @@ def attack_record(seconds: float, seed: int, cases: Path) -> tuple[Row, list[Row
 
 
 def beside_record(seconds: float, seed: int, cases: Path) -> tuple[Row, dict[str, str]]:
-    """See the module; the record's part, and the findings."""
+    """See the module; returns the record's part, and the findings."""
     findings = Findings(cases)
     with (
         tempfile.TemporaryDirectory() as directory,

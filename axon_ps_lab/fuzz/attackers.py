@@ -24,7 +24,7 @@ from axon_ps_lab.fuzz.priorities import give_way
 from axon_ps_lab.fuzz.targets.sockets import Sockets
 
 END_S: Final = 600.0
-"""How much longer than planned the process may take, which gets little of a busy machine."""
+"""Seconds beyond its plan that the process may take, which gets little of a busy machine."""
 
 SIDE_BY_SIDE: Final = 96
 """Hostile connections at a time."""
@@ -90,7 +90,8 @@ def attack(orders: Orders) -> Attacked:
     """Have a process do it, and wait for its end.
 
     Raises:
-        AssertionError: it failed, or did not end in time.
+        AssertionError: it failed.
+        TimeoutExpired: it did not end in time.
     """
     command = [sys.executable, "-m", "axon_ps_lab.fuzz.attackers", json.dumps(asdict(orders))]
     limit_s = orders.seconds + END_S
@@ -101,7 +102,7 @@ def attack(orders: Orders) -> Attacked:
 
 
 async def attacked(orders: Orders) -> Attacked:
-    """All of it, side by side."""
+    """Perform all of it, side by side."""
     findings = Findings(Path(orders.cases))
     sockets = Sockets(findings, orders.ports, orders.job, orders.token)
     servers = HostileServers(findings)

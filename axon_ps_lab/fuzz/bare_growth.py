@@ -62,13 +62,13 @@ async def serve() -> None:
 
 
 def resident_mib(pid: int) -> float:
-    """Of a process."""
+    """Return the resident memory of a process."""
     with open(f"/proc/{pid}/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 async def attack(port: int, token: str, pid: int, connections: int) -> list[float]:
-    """The resident memory before, and after each part of the connections."""
+    """Return the resident memory before, and after each part of the connections."""
     limit = asyncio.Semaphore(AT_A_TIME)
 
     async def one(number: int) -> None:

@@ -26,22 +26,22 @@ from axon_ps.worker.world import World
 
 SHARDS = 2
 HEALTH_S = 1.0
-"""How soon a service has to answer a health check."""
+"""Seconds in which a service has to answer a health check."""
 
 
 def model() -> nn.Module:
-    """The same on every worker."""
+    """Return the model, the same on every worker."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
 
 
 def batch(step: int) -> torch.Tensor:
-    """The data of a step."""
+    """Return the data of a step."""
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
 
 
 def train(path: str, stop: str, pause_s: float) -> int:
-    """Train until there is a file `stop`; writes the steps to `path`, and returns how many there were."""
+    """Train until there is a file `stop`; writes the steps to `path`, and returns the number of committed ones."""
 
     def goes_on(_: int) -> bool:
         time.sleep(pause_s)
@@ -53,7 +53,7 @@ def train(path: str, stop: str, pause_s: float) -> int:
 
 
 def losses(steps: int) -> list[float]:
-    """The losses of the same job in this process, without an attack."""
+    """Return the losses of the same job in this process, without an attack."""
     torch.set_num_threads(1)
     out = io.StringIO()
     with World.mock(shards=SHARDS) as world:
@@ -79,7 +79,7 @@ def _train(world: World, goes_on: Callable[[int], bool], out: TextIO) -> int:
 
 
 class JobStep(NamedTuple):
-    """A line of the worker's."""
+    """A line that the worker has written."""
 
     at_s: float
     took_s: float
@@ -88,7 +88,7 @@ class JobStep(NamedTuple):
 
 
 def steps_of(path: Path) -> list[JobStep]:
-    """The steps that the worker has written, without an incomplete last line."""
+    """Return the steps that the worker has written, without an incomplete last line."""
     return _parsed(path.read_text(encoding="utf-8"))
 
 
@@ -113,22 +113,22 @@ class AttackedServices:
             self.ports[f"shard {index}"] = int(cluster.address_of("shard", index).rpartition(":")[2])
 
     def memory_mib(self) -> dict[str, float]:
-        """Resident memory of each."""
+        """Return the resident memory of each."""
         return {name: psutil.Process(pid).memory_info().rss / 2**20 for name, pid in self.pids.items()}
 
     def dead(self) -> list[str]:
-        """Those that do not run any more."""
+        """Return those that do not run any more."""
         return [name for name, pid in self.pids.items() if not _runs(pid)]
 
     def files(self) -> dict[str, int]:
-        """Open file descriptors of each."""
+        """Return the number of open file descriptors of each."""
         return {name: psutil.Process(pid).num_fds() for name, pid in self.pids.items()}
 
     async def healthy_s(self) -> dict[str, float]:
-        """The time of a health check of each service, over a new connection.
+        """Return the time of a health check of each service, over a new connection.
 
         Raises:
-            grpc.aio.AioRpcError: one did not within ten times `HEALTH_S`.
+            grpc.aio.AioRpcError: one did not answer within ten times `HEALTH_S`.
         """
         found = {}
         for name, port in self.ports.items():
@@ -150,5 +150,5 @@ def _runs(pid: int) -> bool:
 
 
 def healthy(services: AttackedServices) -> dict[str, float]:
-    """As `AttackedServices.healthy_s`, from outside of an event loop."""
+    """Return the result of `AttackedServices.healthy_s`, from outside of an event loop."""
     return asyncio.run(services.healthy_s())

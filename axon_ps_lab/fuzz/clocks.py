@@ -1,7 +1,7 @@
 """Clocks that stand still while their process, or their event loop, is held up.
 
-A fuzzer gives way to all others of its machine. What it could not look at meanwhile is no hang of what it attacks, so
-limits of waits are of these clocks.
+A fuzzer gives way to all others of its machine. A wait in which the fuzzer itself was held up is not a hang of its
+target, so limits of waits are of these clocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 TICK_S: Final = 0.05
-"""How often a clock advances, and by how much, however long that took."""
+"""Seconds between two advances of a clock, and of each advance, however long it took."""
 
 
 class ProcessClock:
@@ -50,7 +50,7 @@ class LoopClock:
             self.longest_s, before_s = max(self.longest_s, now_s - before_s), now_s
 
     async def ends(self, task: asyncio.Task[Any], limit_s: float) -> bool:
-        """Whether a task ends within so much time of this clock."""
+        """Return True if a task ends within so much time of this clock."""
         until_s = self.now_s + limit_s
         while not task.done() and self.now_s < until_s:
             await asyncio.wait([task], timeout=max(TICK_S, until_s - self.now_s))
@@ -62,7 +62,7 @@ class LoopClock:
 
 
 async def paced(count: int, seconds: float) -> AsyncIterator[int]:
-    """The numbers below `count`, spread over the time; the late ones at once, and none after it."""
+    """Yield the numbers below `count`, spread over the time; the late ones at once, and none after it."""
     began_s = time.monotonic()
     for number in range(count):
         if seconds:

@@ -21,23 +21,23 @@ class Entropy:
         self._random = random.Random(seed)
 
     def below(self, n: int) -> int:
-        """A number of 0 to n - 1."""
+        """Return a number of 0 to n - 1."""
         return int(self._random.random() * n)
 
     def bits(self, n: int) -> int:
-        """A number of `n` bits."""
+        """Return a number of `n` bits."""
         return self._random.getrandbits(n)
 
     def once_in(self, n: int) -> bool:
-        """True once in `n` times."""
+        """Return True once in `n` times."""
         return self.below(n) == 0
 
     def pick(self, among: Sequence[T]) -> T:
-        """One of several."""
+        """Return one of several."""
         return among[self.below(len(among))]
 
     def data(self, size: int) -> bytes:
-        """Any bytes."""
+        """Return any `size` bytes."""
         return self._random.randbytes(size)
 
 

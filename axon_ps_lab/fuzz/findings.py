@@ -1,7 +1,7 @@
 """Findings of the fuzzer, and the files that repeat them.
 
 A finding is a traceback that a service logs, a status of an unforeseen exception (INTERNAL, UNKNOWN), an error
-that is none of our tree, a task of an event loop that fails unseen, a call that does not end, a process that dies.
+that is not of our tree, a task of an event loop that fails unseen, a call that does not end, a process that dies.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Case:
 
     @classmethod
     def read(cls, path: Path) -> Case:
-        """Read what `write` wrote."""
+        """Read a case that `write` has written."""
         c = json.loads(path.read_text(encoding="utf-8"))
         replies = tuple((path, int(number)) for path, number in c.get("replies", ()))
         return cls(c["target"], c["what"], tuple(map(base64.b64decode, c["messages"])), c["facts"], replies)
 
     def among(self, facts: dict[str, str]) -> Case:
-        """The same in another job: with its incarnations, which are as long."""
+        """Return the same case for another job: with its incarnations, which are as long."""
         messages = self.messages
         for name, value in self.facts.items():
             new = facts.get(name, value).encode()
@@ -72,7 +72,7 @@ class Findings:
         self.directory = directory
 
     def add(self, what: str, cases: list[Case], text: str = "") -> None:
-        """Note a finding, and write what was sent shortly before."""
+        """Count a finding; write its cases if it is the first of its kind."""
         self.counts[what] += 1
         if what in self.texts:
             return
@@ -82,7 +82,7 @@ class Findings:
             case.write(self.directory / f"finding{len(self.texts)}-{number}.json")
 
     def take(self, others: dict[str, tuple[int, str]]) -> None:
-        """Note the findings of another process, which has written its cases."""
+        """Add the findings of another process, which has written its cases."""
         for what, (count, text) in others.items():
             self.counts[what] += count
             self.texts.setdefault(what, text)
@@ -118,13 +118,13 @@ class LoggedTracebacks(logging.Handler):
             logging.getLogger(name).removeHandler(self)
 
     def take(self) -> list[tuple[str, str]]:
-        """The tracebacks since the last call, each with its place."""
+        """Return the tracebacks since the last call, each with its location."""
         found, self.found = self.found, []
         return found
 
 
 def where(error: BaseException) -> str:
-    """An error's class, and where it was raised: what makes two findings one."""
+    """Return an error's class, and where it was raised: findings that share both are one."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "axon_ps" in f.filename] or frames[-1:]
     location = f"{Path(ours[-1].filename).name}:{ours[-1].name}" if ours else "nowhere"

@@ -3,7 +3,7 @@
 Everything is written by hand as protobuf's wire format, so that what the protobuf library would never write is there,
 too: fields twice, of a wrong wire type, unknown ones, lengths that lie, groups, numbers too long.
 
-Owns: the bytes. Refuses: to know whom they are sent to. `Facts` says what is true in a job, so that most messages get
+Owns: the bytes. Refuses: to know whom they are sent to. `Facts` has what is true in a job, so that most messages get
 past the first check of a servicer; `Grower` keeps what would write to a disk to a directory of its own.
 """
 
@@ -22,7 +22,7 @@ from axon_ps_lab.fuzz.entropy import Entropy
 
 F = FieldDescriptor
 MAX_DEPTH: Final = 6
-"""How deep messages are nested, where the schema is recursive or deep."""
+"""Most levels of nested messages, where the schema is recursive or deep."""
 
 BIG_BYTES: Final = 1 << 16
 """Longest payload that is grown; a longer one only costs time."""
@@ -65,7 +65,7 @@ class Facts:
 
 
 def varint(value: int) -> bytes:
-    """A number in protobuf's wire format."""
+    """Return a number in protobuf's wire format."""
     value &= (1 << 64) - 1
     out = bytearray()
     while value > 0x7F:
@@ -76,18 +76,18 @@ def varint(value: int) -> bytes:
 
 
 def tag(number: int, wire_type: int) -> bytes:
-    """The tag of a field."""
+    """Return the tag of a field."""
     return varint(number << 3 | wire_type)
 
 
 def delimited(number: int, body: bytes) -> bytes:
-    """A field that has a length."""
+    """Return a field that has a length."""
     return tag(number, 2) + varint(len(body)) + body
 
 
 @dataclass(frozen=True)
 class WireField:
-    """A field as it lies in a message: its tag, then the rest; `body` is what has a length."""
+    """A field as it is in a message: its tag, then the rest; `body` = the content of a field that has a length."""
 
     number: int
     wire_type: int
@@ -96,7 +96,7 @@ class WireField:
 
 
 def entries(data: bytes) -> list[WireField] | None:
-    """The fields of a message in their order; None when it is damaged."""
+    """Return the fields of a message in their order; None when it is damaged, or has groups."""
     found, at = [], 0
     try:
         while at < len(data):
@@ -142,7 +142,7 @@ class Grower:
         self.facts = facts
 
     def message(self, kind: Descriptor, entropy: Entropy) -> bytes:
-        """A message of that type, or what is left of it."""
+        """Return a message of that type, or the rest of a damaged one."""
         seeds = self.facts.seeds.get(kind.full_name)
         if seeds and not entropy.once_in(3):
             data = entropy.pick(seeds)
@@ -155,7 +155,7 @@ class Grower:
         return self._safe(kind, data)
 
     def grown(self, kind: Descriptor, entropy: Entropy, depth: int = MAX_DEPTH) -> bytes:
-        """A message of that type: each field or not, with a value that is right, extreme or absurd."""
+        """Grow a message of that type: each field or not, with a value that is right, extreme or absurd."""
         if entropy.once_in(50):
             return b""
         left_out = entropy.pick((2, 4, 12))  # sparse, or nearly full
@@ -197,7 +197,7 @@ class Grower:
         return entropy.pick(LONG_TEXTS if entropy.once_in(200) else TEXTS).encode()
 
     def uris(self) -> tuple[str, ...]:
-        """The names that a checkpoint may have here: in our directory, or nowhere."""
+        """Return the names that a checkpoint may have here: in our directory, or nowhere."""
         d = self.facts.directory
         known = (f"{d}/a", f"{d}/b", f"{d}/../{d.rpartition('/')[2]}/c", d, f"file://{d}/a") if d else ()
         return (*known, "", "nowhere://x", "memory://fuzz/a", "\0", "http://127.0.0.1:1/x")
@@ -207,7 +207,7 @@ class Grower:
         return entropy.data(size)
 
     def _scalar(self, f: FieldDescriptor, entropy: Entropy) -> tuple[int, bytes]:
-        """Wire type and value of a field that is neither text, bytes nor message."""
+        """Return wire type and value of a field that is neither text, bytes nor message."""
         if (form := _FLOATING.get(f.type)) is not None:
             value = entropy.pick(FLOATS if entropy.below(3) else SPECIAL_FLOATS)
             return (1, struct.pack(form, value)) if form == "<d" else (5, struct.pack(form, _single(value)))
@@ -234,7 +234,7 @@ class Grower:
     # ------------------------------------------------------------------ real messages, changed
 
     def _changed(self, kind: Descriptor, data: bytes, entropy: Entropy, depth: int) -> bytes:
-        """The message with one field left out, twice, at another place, or with another value."""
+        """Return the message with one field left out, twice, added, of another wire type, or with another value."""
         found = entries(data)
         if not found:
             return data + self.grown(kind, entropy, 1)
@@ -258,7 +258,7 @@ class Grower:
         return b"".join(fields)
 
     def _safe(self, kind: Descriptor, data: bytes) -> bytes:
-        """The message, with a place to write to that is ours."""
+        """Return the message, with a URI that is ours."""
         if (f := kind.fields_by_name.get("uri")) is None:
             return data
         try:
@@ -269,7 +269,7 @@ class Grower:
 
 
 def _single(value: float) -> float:
-    """A number that a float of 32 bits may have."""
+    """Return a number that a float of 32 bits may have."""
     return max(-3e38, min(3e38, value)) if abs(value) != float("inf") else value
 
 
@@ -326,11 +326,11 @@ DAMAGES: Final[Sequence[Callable[[bytes, Entropy], bytes]]] = (
     *(_truncated, _truncated, _flipped, _flipped, _flipped),
     *(_appended, _unknown, _lying_length, _deep, _long_varint, _twice),
 )
-"""What is done to a whole message."""
+"""Damages to a whole message."""
 
 
 def kinds(module: Any) -> list[Descriptor]:
-    """Every message type of a generated module, nested ones too (not those of maps)."""
+    """Return every message type of a generated module, nested ones too (not those of maps)."""
     found = list(module.DESCRIPTOR.message_types_by_name.values())
     for kind in found:
         found.extend(n for n in kind.nested_types if not n.GetOptions().map_entry)

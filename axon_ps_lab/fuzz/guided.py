@@ -1,6 +1,6 @@
 """One target in a process of its own, guided by coverage: atheris instruments axon_ps, libFuzzer chooses the bytes.
 
-Where atheris does not exist for this Python, the choices come from a seed instead; the report says which. It is written
+If atheris does not exist for this Python, the choices come from a seed instead; the report says so. It is written
 every second, since libFuzzer ends the process itself.
 
     python -m axon_ps_lab.fuzz.guided services REPORT.json --seconds 60 --seed 1
@@ -38,10 +38,10 @@ from axon_ps_lab.fuzz.priorities import give_way
 PREFIXES: Final = (
     *("axon_ps.wire", "axon_ps.coordinator", "axon_ps.shard", "axon_ps.aggregation", "axon_ps.rpc", "axon_ps.storage"),
 )
-"""Coverage is of these: they read messages and files, and decide what those mean."""
+"""Coverage is of these packages, which read messages and files."""
 
 REPLAYS: Final = 20
-"""How often a file is sent, until it is a finding: what several members receive comes in any order."""
+"""Most times that a file is sent until it is a finding: messages to several members arrive in any order."""
 
 WARM_UP: Final = 0.1
 """Part of the time after which memory is looked at first: by then everything has been compiled and cached."""
@@ -57,7 +57,7 @@ class FuzzTarget(Protocol):
 
 
 def target(name: str, findings: Findings, directory: str) -> Any:
-    """A target by name; axon_ps is imported here, so that it is instrumented."""
+    """Make a target by name; axon_ps is imported here, so that it is instrumented."""
     if name == "decoders":
         from axon_ps_lab.fuzz.targets.decoders import Decoders
 
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """Whether it is; also when the process that waits for it has ended."""
+        """True if it is; also if the process that waits for it has ended."""
         if os.getppid() != self._parent:
             return True
         done = time.monotonic() - self._began_s
@@ -105,7 +105,7 @@ class Run:
         )
 
     def one(self, entropy: Entropy) -> None:
-        """One input; an error that even the target did not foresee is a finding, and the next input another's."""
+        """Run one input; an error that the target did not foresee is a finding, and closes the target."""
         try:
             self._target.run(entropy)
         except Exception as error:
@@ -144,7 +144,7 @@ class Run:
 
 
 def guided(run: Run, seed: int, cases: Path, end: Callable[[], None]) -> None:
-    """libFuzzer's loop; it ends the process."""
+    """Run libFuzzer's loop; it ends the process."""
 
     def one_input(data: bytes) -> None:
         run.one(GivenEntropy(data))
@@ -161,7 +161,7 @@ def guided(run: Run, seed: int, cases: Path, end: Callable[[], None]) -> None:
 
 
 def seeded(run: Run, seed: int) -> None:
-    """The same without guidance."""
+    """Run inputs without guidance."""
     while not run.over:
         run.one(Entropy(f"{seed}-{run.inputs}"))
     run.write()

@@ -26,10 +26,10 @@ from axon_ps_lab.fuzz.priorities import LOW
 
 JOB: Final = "fuzz"
 SETTLED_S: Final = 20.0
-"""How long services may take to close what attackers have left."""
+"""Seconds that services may take to close what attackers have left."""
 
 MORE_FILES: Final = 12
-"""How many more descriptors a service may have than before: connections of the job that were made anew."""
+"""Most descriptors that a service may have beyond those before: connections of the job that were made anew."""
 
 COMPARED: Final = 4_000
 """Steps whose losses are compared, from the first on: they are made again, which takes as long."""
@@ -39,7 +39,7 @@ PERIODS: Final = (QUIET, ELSEWHERE, ATTACK)
 
 
 WINDOW_S: Final = 2.5
-"""The job's median step is looked at for each so long."""
+"""Seconds of a window, over which the job's median step is taken."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Period:
     steps: list[JobStep] = field(default_factory=list)
 
     def windows_ms(self) -> list[float]:
-        """The median step of each window."""
+        """Return the median step of each window."""
         windows: dict[int, list[float]] = {}
         for step in self.steps:
             windows.setdefault(int((step.at_s - self.began_s) / WINDOW_S), []).append(1000 * step.took_s)
@@ -117,7 +117,7 @@ class Outside:
         self._attacks = 0
 
     def period(self, kind: str, seed: str, amount: Amount, seconds: float) -> Period:
-        """One period.
+        """Perform one period.
 
         Args:
             kind: quiet, elsewhere or attack.
@@ -169,7 +169,7 @@ class Outside:
         return done.began_s
 
     def _look(self, seed: str) -> None:
-        """After an attack: whether they live, and have let go of what attackers left; how large they are."""
+        """Check after an attack that they live and have closed what attackers left; record their memory."""
         if dead := self.services.dead():
             self._findings.add(f"{dead} died", [Case("sockets", seed)], self.logs())
             return
@@ -191,11 +191,11 @@ class Outside:
         return {"coordinator": self._cluster.process("coordinator").output, **shards}
 
     def logs(self) -> str:
-        """The log of the services."""
+        """Return the ends of the logs of the services."""
         return "\n".join(f"--- {name}\n{log[-2000:]}" for name, log in self._logs().items())
 
     def compare_losses(self) -> int:
-        """Compare what the job has lost with those of a job without an attack; returns the number of steps compared."""
+        """Compare the job's losses with those of a job without an attack; returns the number of steps compared."""
         steps = steps_of(self._path)
         self.uncommitted = sum(not s.committed for s in steps)
         committed = [s.loss for s in steps if s.committed][:COMPARED]
@@ -207,17 +207,17 @@ class Outside:
         return len(committed)
 
     def medians_ms(self) -> dict[str, float]:
-        """The median step of the job, by kind of period."""
+        """Return the median step of the job, by kind of period."""
         return {kind: 1000 * statistics.median(steps) for kind in PERIODS if (steps := self._took_s(kind))}
 
     def longest_ms(self) -> dict[str, float]:
-        """The longest step, by kind of period."""
+        """Return the longest step, by kind of period."""
         return {kind: 1000 * max(steps) for kind in PERIODS if (steps := self._took_s(kind))}
 
     def worst_windows(self) -> dict[str, float]:
-        """By kind of period, the worst window's median step, as a multiple of that of the quiet ones before and after.
+        """Return the worst window's median step, by kind of period; the mean of the two nearest quiet ones is 1.
 
-        What one quiet window is to the others is what the machine itself does.
+        The multiple of the quiet periods is the variation of the machine itself.
         """
         quiet = [(t.began_s, statistics.median(t.windows_ms())) for t in self.periods if t.kind == QUIET and t.steps]
         found: dict[str, float] = {}
@@ -229,7 +229,7 @@ class Outside:
         return found
 
     def growth(self) -> dict[str, float]:
-        """The final memory of each service; its median in the first tenth of the attacks is 1."""
+        """Return the memory of each service in the last tenth of the attacks; that after the first tenth is 1."""
         tenth = max(1, len(self.memory_mib) // 10)
         before, after = self.memory_mib[tenth - 1 : 2 * tenth - 1], self.memory_mib[-tenth:]
         return {
@@ -245,7 +245,7 @@ class Outside:
 def outside(
     findings: Findings, directory: Path, *, level: int = LOW, pause_s: float = 0.0, elsewhere: bool = False
 ) -> Iterator[Outside]:
-    """A cluster with a job that trains; its worker ends well in the end.
+    """Run a cluster with a job that trains in this context; its worker must end without an error.
 
     Args:
         findings: where findings go.
@@ -253,6 +253,9 @@ def outside(
         level: how much attackers give way to others, as of `nice`.
         pause_s: between two steps of the job.
         elsewhere: there is another cluster, for periods that are elsewhere.
+
+    Raises:
+        AssertionError: the job did not begin.
     """
     path, stop = directory / "steps", directory / "stop"
     kwargs: dict[str, Any] = {"shards": beside.SHARDS, "world_size": 1, "job": JOB}

@@ -17,8 +17,8 @@ LOWER: Final = 12
 def give_way(pid: int, level: int) -> None:
     """Have a process get less, whether the scheduler weighs processes or sessions (autogroups) first.
 
-    Where it weighs sessions, a priority of the process itself says nothing to those of other sessions: begin it in one
-    of its own. A session that others have begun is left as it is.
+    If it weighs sessions, a priority of the process itself does not count among those of other sessions: begin it in
+    one of its own. A session that others have begun is left as it is.
     """
     if os.getsid(pid) == pid:
         with contextlib.suppress(OSError):  # there is no such file where it weighs processes alone

@@ -2,7 +2,7 @@
 
 Owns: the cost of a death. A step in which a worker dies or joins is repeated by all workers. A worker that dies under
 local steps loses its own progress since the last outer steps. The death of a shard server is a pause if there is a
-replica; else all progress since the last checkpoint is lost, too. If servers are on the workers' hosts, a host's
+backup; else all progress since the last checkpoint is lost, too. If servers are on the workers' hosts, a host's
 death is both.
 
 The deaths of workers and of servers are independent, so two lives are simulated, with equally many deaths, and their

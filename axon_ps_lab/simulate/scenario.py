@@ -91,7 +91,11 @@ class Scenario:
 
     @classmethod
     def of(cls, tables: Mapping[str, Any]) -> Self:
-        """Make the scenario of these tables."""
+        """Make the scenario of these tables.
+
+        Raises:
+            InvalidRequest: a table, key or value is invalid.
+        """
         _known(tables, ("workers", *cls.TABLES), "the file")
         groups = tables.get("workers", [])
         made: dict[str, Any] = {

@@ -149,7 +149,7 @@ class _Worker:
         self._capacity = BUFFERS * largest + under_way // self._itemsize  # elements of gradients
         self._pushing: dict[simpy.Event, int] = {}  # elements of each push
         self._permits = {way: simpy.Resource(self._env, 1) for way in (True, False)} if cluster.far else {}
-        # see `shard.client.client.IN_ORDER_BYTES`
+        # see `shard.client.server_lines.IN_ORDER_BYTES`
         two_hosts = cluster.own and scenario.num_hosts == 2 and not cluster.far
         self._in_order = simpy.PriorityResource(self._env, 1) if two_hosts else None
         self.waits = {"gather": 0.0, "push": 0.0, "decision": 0.0}
@@ -214,7 +214,7 @@ class _Worker:
         )
 
     def _has_capacity(self, unit: int) -> bool:
-        """Return True if a unit may be gathered before it is needed; see `Runtime._prefetch`."""
+        """Return True if a unit may be gathered before it is needed; see `UnitGathering.prefetch`."""
         gather_bytes = self._numel[unit] * self._wire_itemsize
         coming = sum(self._numel[u] * self._wire_itemsize for u, e in self._have.items() if not e.processed)
         if self._buffered and coming and coming + gather_bytes > self._buffers:

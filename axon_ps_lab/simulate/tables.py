@@ -104,7 +104,7 @@ class Job:
 
     @property
     def sent(self) -> str:
-        """The wire dtype of parameters."""
+        """The form in which parameters are sent."""
         return self.wire or self.compute
 
     @property
@@ -213,7 +213,7 @@ class Failures:
         min_workers: the fewest hosts with which the job goes on; 0 = all.
         server_mtbf_h: mean time between failures of one shard server; 0 = they do not fail.
         server_away_s: seconds until the server's successor runs.
-        promote_s: seconds until a replica has taken over, where slices have several copies.
+        promote_s: seconds until a backup has taken over, where slices have several copies.
         checkpoint_every_s: seconds between checkpoints; 0 = none: a job that lost a slice begins anew.
         restore_s: seconds until a job that lost a slice goes on from its checkpoint, beside `server_away_s`.
         regular: whether workers die one after the other at even times, as in a test, and not at random ones.

@@ -6,10 +6,10 @@ Note: [An authority without a file]
     signs a certificate for it with its role, and trusts certificates that the authority has signed. Rotating the secret
     rotates the authority.
 
-    A certificate is valid for a day, and is made again after two thirds of it. Its name is a SPIFFE ID (`identity`).
-    Its DNS names include one per role. By it a client verifies that it has reached a process of that role, at any
-    address: a worker's certificate is never accepted as a shard server's. Its common name is an id of the process,
-    which does not change when the certificate is made again: revoking the id revokes all of them.
+    A certificate is valid for a day by default, and is made again after two thirds of it. Its name is a SPIFFE ID
+    (`identity`). Its DNS names include that of its role. By it a client verifies that it has reached a process of that
+    role, at any address: a worker's certificate is never accepted as a shard server's. Its common name is an id of the
+    process, which does not change when the certificate is made again: revoking the id revokes all of them.
 
 The curve is P-256, the most common one of those that BoringSSL, which gRPC uses, verifies by default.
 """
@@ -106,7 +106,7 @@ class JobAuthority:
             itself: whether it is for this process, which has the secret.
 
         Raises:
-            ConfigurationError: the job's name cannot be in a certificate.
+            ConfigurationError: the job's name or a host name cannot be in a certificate.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.now(UTC)
@@ -157,7 +157,11 @@ def authority_of(secret: str) -> JobAuthority:
 
 
 def roots_of(known_secrets: Sequence[str]) -> bytes:
-    """Return the certificates to trust, as PEM, if several secrets are valid."""
+    """Return the certificates to trust, as PEM, if several secrets are valid.
+
+    Raises:
+        ConfigurationError: a secret could be guessed.
+    """
     return b"".join(authority_of(secret).certificate for secret in known_secrets)
 
 

@@ -37,7 +37,9 @@ SPIRE_FILES: Final = {"ca_file": "bundle.pem", "cert_file": "svid.pem", "key_fil
 
 @dataclass(frozen=True)
 class Chain:
-    """The proof of a process's identity, and the authorities that it trusts: PEM. Equal ones are the same object.
+    """The proof of a process's identity, and the authorities that it trusts: PEM.
+
+    A source returns the same object until it has a newer one.
 
     Attributes:
         roots: the authorities it trusts; empty = it asks no peer for a certificate.

@@ -1,7 +1,7 @@
 """A server's account of a caller: its identity by certificate and token, their validity, and the calls it may make.
 
 A caller's role is taken from its certificate, if that has a SPIFFE ID, and from its token. If both are present, both
-must allow a call. Without either, it may only make calls that need no role (`access`).
+must allow a call. Without either, it may only make calls that need no role (`access`), if the server asks for any.
 
 Note: [Revoked while a connection is open]
     A handshake's checks would not end a connection that is open. So every call is checked, and the calls under way of a

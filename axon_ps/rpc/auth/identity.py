@@ -83,7 +83,7 @@ def identity_of(uri: str, pattern: str = "") -> Identity:
 
     Args:
         uri: the SPIFFE ID.
-        pattern: the form of the authority's SPIFFE IDs, with `{role}`, and `{job}` and `{rank}` if they are in it
+        pattern: the form of the authority's SPIFFE IDs, with `{role}`; `{job}`, `{rank}`, `{domain}` if they are in it
             ("spiffe://example.org/ns/{job}/sa/axon-{role}"); empty = the form of the module's docstring.
 
     Raises:

@@ -54,7 +54,7 @@ def new_secret() -> str:
 
 
 def is_strong(secret: str) -> bool:
-    """Return True if keys may be derived from a secret: it is long enough to be random."""
+    """Return True if keys may be derived from a secret: it is long and varied enough, and not a token of a role."""
     return len(secret) >= MIN_SECRET_CHARS and len(set(secret)) >= MIN_DISTINCT_CHARS and not is_role_token(secret)
 
 
@@ -67,7 +67,7 @@ def check_strong(secret: str, what: str, otherwise: str = "") -> None:
         otherwise: an alternative, for the message.
 
     Raises:
-        ConfigurationError: it could be guessed; the message has the command that makes a secret.
+        ConfigurationError: it could be guessed (the message has the command that makes a secret), or is a role's token.
     """
     if is_role_token(secret):
         raise ConfigurationError(f"{what} needs the job's secret, and the token that was given is one of a role")

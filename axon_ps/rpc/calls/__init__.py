@@ -9,8 +9,9 @@ method     a servicer's method: the answer to a call, and to every error
 each of them to the same promises:
 
 - Messages come in order. A half-close comes after them, as `EOF`.
-- A call ends once, on both sides, with the status that came first. Messages that were sent before it can still be read.
+- A call ends once, on both sides, with the status that came first. Messages that were sent before it can still be
+  read, unless the client has cancelled the call.
 - Either side ends a call at any time. The other side learns of it, also while it waits, and also if the peer has died.
-- A writer waits for a reader that is far behind.
+- A writer waits for a reader that is far behind; `rpc.multiplex` ends the call instead.
 - `asyncio.CancelledError` comes only to a task that is cancelled itself.
 """

@@ -72,7 +72,7 @@ class Method:
             request: the encoded request of a unary method, whose reply is written to `call`.
 
         Raises:
-            CancelledError: the call is over already, and needs no status.
+            CancelledError: the call is over and needs no status, or its carrier has cancelled the task.
         """
         try:
             if self.is_stream:

@@ -84,7 +84,12 @@ class ServerCall(Protocol):
         """See the class."""
 
     async def read(self) -> Any:
-        """Return the client's next message, decoded; `EOF` when there are no more."""
+        """Return the client's next message, decoded; `EOF` when there are no more.
+
+        Raises:
+            CallOver: the call has ended.
+            InvalidRequest, DecodeError: the client has sent something that is not a message.
+        """
 
     def end_input(self) -> None:
         """Have the read under way, and later ones, return `EOF`: no further message is wanted."""

@@ -253,7 +253,8 @@ async def abort(context: Any, status: CallStatus) -> None:
         status: the status.
 
     Raises:
-        AbortError: always; gRPC expects it.
+        AbortError: the status was sent; gRPC expects it.
+        InternalError: gRPC's; the client has gone.
     """
     # See `shielded`, Note: [An operation that is cancelled]
     await Shielded(context.abort(status.code, status.details, status.trailing))

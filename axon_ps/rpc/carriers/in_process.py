@@ -7,7 +7,8 @@ Owns: the servers of this process by address, and calls between them and their c
 event loop, and features of a network (TLS, tokens, connections that break).
 
 Invariants:
-- A call ends once, with the status that came first, on both ends. The client still reads the messages sent before it.
+- A call ends once, with the status that came first, on both ends. Unless the client has cancelled it, the client still
+  reads the messages sent before it.
 - A stream queues at most `MAX_QUEUED_BYTES` and one message each way; a writer of more waits for the reader.
 """
 
@@ -36,7 +37,7 @@ PORT: Final = 1
 """The port of every server; each has a host name of its own."""
 
 MAX_QUEUED_BYTES: Final = 4 << 20
-"""Bytes that a stream queues for its reader; as many as a gRPC connection (`channels`)."""
+"""Bytes that a stream queues for its reader; as many as a stream of gRPC (`channels.LOOKAHEAD_BYTES`)."""
 
 _servers: WeakValueDictionary[str, InProcessServer] = WeakValueDictionary()
 

@@ -181,7 +181,7 @@ class MultiplexedCall:
             raise error_of_status(status, self._client.peer, self.method)
 
     async def write(self, message: Message) -> None:
-        """Send a message."""
+        """Send a message; also raises as `send` does."""
         if self.done():
             raise CallOver("the call has ended")
         self.send(joined(message))

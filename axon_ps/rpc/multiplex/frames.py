@@ -16,7 +16,7 @@ LAZY_S: Final = 0.1
 """Seconds for which lazy messages are batched before they are written."""
 
 MAX_WAITING: Final = 1 << 14
-"""Most frames that wait to be written. If there are more, the peer does not read, and its stream is ended."""
+"""Most frames that wait to be written. At more, a server ends the stream, and a client refuses to send."""
 
 MAX_WAITING_BYTES: Final = 1 << 27
 """Most bytes of their messages."""

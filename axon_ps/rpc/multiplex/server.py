@@ -265,5 +265,5 @@ class MultiplexedServerCall:
         return self.over
 
     def peer(self) -> str:
-        """Return the address of the caller."""
+        """Return the address of the stream's client."""
         return self._server.peer()

@@ -119,6 +119,7 @@ def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
     Raises:
         ConfigurationError: the environment does not say which job, or how; the message names what to set.
         Unreachable: no server answers at the store's address.
+        PermissionDenied: a process of another user serves the workers' store.
         Timeout: workers are missing; the message names them.
         Broken: the services could not be started.
     """

@@ -49,7 +49,7 @@ class ModelCalls:
         generation: int | None = None,
         retried: bool = False,
     ) -> T:
-        """Run a call until this worker is not a member any more; a time-out names the members that the job waits for.
+        """Run a call until the session fails or the model is released; a time-out names members that the job waits for.
 
         Args:
             call: starts it; is given its span, if it is traced.
@@ -63,6 +63,7 @@ class ModelCalls:
         Raises:
             StepAborted: the parameters were replaced.
             CancelledError: another generation has begun.
+            AxonError: the session failed, the model was released, or the call failed.
         """
         task = asyncio.current_task()
         assert task is not None

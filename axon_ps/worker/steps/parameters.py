@@ -70,7 +70,7 @@ class Parameters:
 
         Args:
             unit: its number.
-            out: wire[unit_numel]; must stay alive and untouched until the work is done.
+            out: wire[end - begin]; must stay alive and untouched until the work is done.
             begin: first element wanted.
             end: one past the last element wanted; None = the unit's end.
             exact: transfer them uncompressed even if the job compresses parameters, and at the newest version that this

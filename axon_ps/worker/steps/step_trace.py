@@ -37,7 +37,7 @@ class UnitCall:
 
 
 class StepTrace:
-    """The spans of this worker's steps of a model, for any thread; while no step is sampled, each method is one test.
+    """The spans of this worker's steps of a model, for any thread; while the tracer is inactive, spans cost one test.
 
     Args:
         session: has this worker's tracer, and the id of the job's state.

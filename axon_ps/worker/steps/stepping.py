@@ -4,10 +4,10 @@
     AsynchronousSteps   each replica's gradient is a step of its own; others commit while this worker computes
 
 Note: [Origin]
-    The *origin* of an asynchronous step is (generation, version) when this worker ended the step before. Every gather
-    until the next step requests that version or a later one. Parameters that stay unsharded do not change, so backward
-    sees the values that forward saw. A step that was begun in another generation than the present one cannot commit;
-    its ticket is void.
+    The *origin* of an asynchronous step is (generation, version) when this worker first reads it in the step. Every
+    gather until the next step requests that version or a later one. Parameters that stay unsharded do not change, so
+    backward sees the values that forward saw. A step that was begun in another generation than the present one cannot
+    commit; its ticket is void.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns the waits for changes of these. Refuses: data, messages. The members of the job, and the lock, are in the `JobView`
 that all models share.
 
-Invariant: the version moves only by a decision or by a membership event, never by the result of a gather; where
+Invariant: the version moves only by an event of the session or a registration, never by the result of a gather; where
 replicas step asynchronously, only at the end of a step of ours (`stepping`).
 """
 
@@ -244,6 +244,7 @@ class ModelView:
         Raises:
             Timeout: they do not; usually because the rank that uploads has died.
             Busy: one has no memory for it.
+            Misuse: the model was released.
         """
 
         def known() -> bool | None:

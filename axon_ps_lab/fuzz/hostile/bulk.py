@@ -43,12 +43,12 @@ class Bulk:
 
 
 def frame(kind: int, body: bytes = b"", size: int | None = None) -> bytes:
-    """A frame; `size` is what its head says, if that is not the truth."""
+    """Return a frame; `size` = the false size in its head, if it has one."""
     return HEAD.pack(kind, len(body) if size is None else size) + body
 
 
 def hello(bulk: Bulk, entropy: Entropy, path: str = "") -> bytes:
-    """The first frame of a call, of any method unless one is named."""
+    """Return the first frame of a call, of any method unless one is named."""
     method = path or entropy.pick(STREAMING)
     return frame(FrameKind.HELLO, bulk_pb2.BulkHello(capability=bulk.capability, method=method).SerializeToString())
 
@@ -92,7 +92,7 @@ async def no_hello(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
 
 
 async def wrong_method(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """Calls what is no streaming call of this server, and sends messages all the same."""
+    """Calls a method that is not a streaming call of this server, and sends messages all the same."""
     await c.send(hello(bulk, entropy, entropy.pick(OTHERS) or "/"), frame(FrameKind.MESSAGE, entropy.data(100)))
     await c.drained(LINGER_S)
 
@@ -115,7 +115,7 @@ async def wrong_frames(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> No
 
 
 async def large_garbage(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """A message of a size whose payload goes straight to its place, with anything in it; some are not sent whole."""
+    """A message whose size is about `LARGE_BYTES` or more, with anything in it; some are not sent whole."""
     size = entropy.pick((LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, 1 << 20))
     body = entropy.data(64) + bytes(size - 64)
     await c.send(hello(bulk, entropy), frame(FrameKind.MESSAGE, body)[: entropy.pick((size // 2, size + HEAD.size))])
@@ -123,7 +123,7 @@ async def large_garbage(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> N
 
 
 async def announced(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """The largest message there may be is announced, and comes byte by byte."""
+    """Announces the largest message there may be, which comes byte by byte."""
     await c.send(hello(bulk, entropy), frame(FrameKind.MESSAGE, b"", MAX_MESSAGE_BYTES))
     for _ in range(4):
         await asyncio.sleep(SLOW_S / 4)
@@ -151,7 +151,7 @@ ATTACKS: Final[tuple[Attack, ...]] = (
 
 
 async def attack(bulk: Bulk, entropy: Entropy) -> str:
-    """One hostile connection; returns the name of its kind."""
+    """Open one hostile connection; returns the name of its kind."""
     kind = entropy.pick(ATTACKS)
     with contextlib.suppress(OSError, TimeoutError):  # the server has ended it, which is its right
         async with connected(bulk.port, "") as connection:

@@ -1,9 +1,9 @@
 """Hostile checkpoint directories, grown from real ones: their bytes, JSON, headers of tensors, and files.
 
-Half of them are made to fit again: hashes and sizes in the manifest, and the manifest's own hash, are those of what is
-there, so that they pass every comparison and are judged by what they say.
+Half of them are made to fit again: hashes and sizes in the manifest, and the manifest's own hash, are those of the
+files there, so that they pass every comparison and are judged by their contents.
 
-Owns: the content. Refuses: to know who reads it. `Directory` is what is written, and what a finding's file has.
+Owns: the content. Refuses: to know who reads it. A `Directory` is written to disk, and to a finding's file.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Directory:
     files: Mapping[str, bytes | str]
 
     def write(self, parent: Path) -> Path:
-        """Make it; its path."""
+        """Make it, and return its path."""
         path = parent / self.name
         path.mkdir()
         for name, content in self.files.items():
@@ -80,7 +80,7 @@ class Directory:
         return path
 
     def encoded(self) -> bytes:
-        """As bytes."""
+        """Return it as bytes."""
         files = {
             _text(name): base64.b64encode(content).decode() if isinstance(content, bytes) else [content]
             for name, content in self.files.items()
@@ -89,7 +89,7 @@ class Directory:
 
     @classmethod
     def decoded(cls, data: bytes) -> Directory:
-        """The directory that `encoded` was of."""
+        """Return the directory that `encoded` has encoded."""
         value = json.loads(data)
         files = {
             _name(name): content[0] if isinstance(content, list) else base64.b64decode(content)
@@ -107,7 +107,7 @@ def _name(text: str) -> str:
 
 
 def _put(path: Path, kind: str) -> None:
-    """Put what is no plain file at a path."""
+    """Put one of `KINDS` at a path."""
     if kind == "directory":
         (path / "in it").mkdir(parents=True)
     elif kind == "fifo":
@@ -154,7 +154,7 @@ class Directories:
         )
 
     def grow(self, entropy: Entropy) -> Directory:
-        """A directory."""
+        """Grow a directory."""
         files: dict[str, bytes | str] = dict(entropy.pick(self._seeds))
         for _ in range(1 + (entropy.below(3) if entropy.once_in(3) else 0)):
             entropy.pick(self._changes)(files, entropy)
@@ -211,7 +211,7 @@ def _hostile(entropy: Entropy, raws: list[str]) -> Any:
 
 
 def _locations(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in JSON, as the object or list that it is in and its key there."""
+    """Return every value's position in JSON, as the object or list that it is in and its key there."""
     found: list[tuple[Any, Any]] = []
     waiting = [value]
     while waiting:
@@ -224,7 +224,7 @@ def _locations(value: Any) -> list[tuple[Any, Any]]:
 
 
 def changed_json(value: Any, entropy: Entropy) -> bytes:
-    """JSON with a few changes, as text."""
+    """Return JSON with a few changes, as text."""
     value, raws = copy.deepcopy(value), list[str]()
     for _ in range(1 + (entropy.below(4) if entropy.once_in(4) else 0)):
         locations = _locations(value)
@@ -265,7 +265,7 @@ def _change_manifest(files: dict[str, bytes | str], entropy: Entropy) -> None:
 
 
 def _tensor_file(files: dict[str, bytes | str], entropy: Entropy) -> tuple[str, Any, bytes] | None:
-    """A file of tensors: its name, its header and its data."""
+    """Choose a file of tensors; returns its name, its header and its data, or None."""
     names = [n for n, content in sorted(files.items()) if n != MANIFEST and isinstance(content, bytes)]
     if not names:
         return None
@@ -281,7 +281,7 @@ def _tensor_file(files: dict[str, bytes | str], entropy: Entropy) -> tuple[str, 
 
 
 def joined(text: bytes, data: bytes) -> bytes:
-    """A safetensors file."""
+    """Return a safetensors file."""
     return len(text).to_bytes(8, "little") + text + data
 
 
@@ -326,7 +326,7 @@ def _change_header(files: dict[str, bytes | str], entropy: Entropy) -> None:
 
 
 def _change_data(files: dict[str, bytes | str], entropy: Entropy) -> None:
-    """Values: counts below zero, NaN, infinity."""
+    """Change values: counts below zero, NaN, infinity."""
     if (found := _tensor_file(files, entropy)) is None:
         return
     name, header, data = found
@@ -340,7 +340,7 @@ def _change_data(files: dict[str, bytes | str], entropy: Entropy) -> None:
 
 
 def _change_counts(files: dict[str, bytes | str], entropy: Entropy) -> None:
-    """Counts of updates, with which a server computes: values that cannot be, or counts that lie elsewhere."""
+    """Change counts of updates, with which a server computes: impossible values, or counts that are elsewhere."""
     names = [n for n, content in sorted(files.items()) if n.startswith("shard-") and isinstance(content, bytes)]
     if not names:
         return
@@ -363,7 +363,7 @@ def _change_counts(files: dict[str, bytes | str], entropy: Entropy) -> None:
 
 
 def _change_tree(files: dict[str, bytes | str], entropy: Entropy) -> None:
-    """The JSON in a worker's own state."""
+    """Change the JSON in a worker's own state."""
     names = [n for n, content in sorted(files.items()) if n.startswith("state-") and isinstance(content, bytes)]
     if not names:
         return
@@ -416,7 +416,7 @@ def _change_kind(files: dict[str, bytes | str], entropy: Entropy) -> None:
 
 
 def _exchange(files: dict[str, bytes | str], entropy: Entropy) -> None:
-    """Two files have each other's content, or one has another's name."""
+    """Exchange the contents of two files, or rename one."""
     if len(files) < 2:
         return
     one, other = entropy.pick(sorted(files)), entropy.pick(sorted(files))

@@ -1,8 +1,8 @@
 """Hostile connections to a gRPC server: what no client of gRPC's would send.
 
-Each kind is a coroutine that connects, misbehaves for a bounded time and leaves; it returns "" or what was wrong: a
-connection that the server neither answered nor ended is nothing wrong, the server's health is looked at beside. Frames
-are built with hyperframe and headers with hpack, so that they may be wrong in any way. Only loopback is ever attacked.
+Each kind is a coroutine that misbehaves on a connection for a bounded time. A connection that the server neither
+answers nor ends is not a finding: the server's health is checked separately. Frames are built with hyperframe and
+headers with hpack, so that they may be wrong in any way. Only loopback is ever attacked.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ PATHS: Final = (
     "/nowhere/Nothing",
 )
 LINGER_S: Final = 0.05
-"""How long a connection that says no more stays."""
+"""Seconds that a connection that says no more stays."""
 
 SLOW_S: Final = 1.5
-"""How long a slow one takes for a few bytes."""
+"""Seconds that a slow one takes for a few bytes."""
 
 CONNECT_S: Final = 5.0
 
@@ -73,11 +73,11 @@ class HostileConnection:
             await self.writer.drain()
 
     async def begin(self, settings: dict[int, int] | None = None) -> None:
-        """Preface and settings."""
+        """Send preface and settings."""
         await self.send(PREFACE, SettingsFrame(0, settings=settings or {}))
 
     def headers(self, path: str, *more: tuple[str, str]) -> bytes:
-        """Encoded headers of a call."""
+        """Return the encoded headers of a call."""
         token = [("authorization", f"Bearer {self.token}")] if self.token else []
         return self.encoder.encode(
             [
@@ -94,7 +94,7 @@ class HostileConnection:
         )
 
     def call(self, stream: int, path: str, *, end: bool = False) -> Frame:
-        """The headers of a call, in a frame."""
+        """Return the headers of a call, in a frame."""
         flags = ["END_HEADERS", "END_STREAM"] if end else ["END_HEADERS"]
         return HeadersFrame(stream, self.headers(path), flags=flags)
 
@@ -108,7 +108,7 @@ class HostileConnection:
 
 @asynccontextmanager
 async def connected(port: int, token: str) -> AsyncIterator[HostileConnection]:
-    """A connection to a port of loopback; it is reset in the end."""
+    """Open a connection to a port of loopback; it is reset in the end."""
     async with asyncio.timeout(CONNECT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     raw = writer.get_extra_info("socket")
@@ -147,7 +147,7 @@ async def settings_flood(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def ping_flood(c: HostileConnection, entropy: Entropy) -> None:
-    """Pings, faster than anybody needs."""
+    """Pings, faster than any client needs."""
     await c.begin()
     await c.send(*[PingFrame(0, b"12345678")] * entropy.pick((10, 1000, 3000)))
     await asyncio.sleep(LINGER_S)
@@ -227,7 +227,7 @@ async def large_length(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def zero_window(c: HostileConnection, entropy: Entropy) -> None:
-    """A client that asks and has no room for what it has asked for."""
+    """A client that asks and has no capacity for what it has asked for."""
     await c.begin({4: 0})
     message = b"\0\0\0\0\0"
     frames: list[bytes | Frame] = []
@@ -251,7 +251,7 @@ async def window_games(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def data_beyond_window(c: HostileConnection, entropy: Entropy) -> None:
-    """More data than the server has made room for."""
+    """More data than the server's window allows."""
     await c.begin()
     await c.send(c.call(1, entropy.pick(PATHS)), *[DataFrame(1, b"\0" * 16_000)] * entropy.pick((6, 40)))
     await c.drained(LINGER_S)
@@ -327,7 +327,7 @@ ATTACKS: Final[tuple[Attack, ...]] = (
 
 
 def _in_frames(stream: int, block: bytes, size: int, *, end: bool) -> list[Frame]:
-    """A header block in frames of at most `size` bytes."""
+    """Return a header block in frames of at most `size` bytes."""
     blocks = [block[at : at + size] for at in range(0, len(block), size)] or [b""]
     first = HeadersFrame(stream, blocks[0], flags=["END_STREAM"] if end else [])
     frames: list[Frame] = [first, *(ContinuationFrame(stream, more) for more in blocks[1:])]
@@ -336,7 +336,7 @@ def _in_frames(stream: int, block: bytes, size: int, *, end: bool) -> list[Frame
 
 
 async def attack(port: int, token: str, entropy: Entropy) -> str:
-    """One hostile connection; returns the name of its kind."""
+    """Open one hostile connection; returns the name of its kind."""
     kind = entropy.pick(ATTACKS)
     with contextlib.suppress(OSError, TimeoutError):  # the server has ended it, which is its right
         async with connected(port, token if entropy.below(2) else "") as connection:

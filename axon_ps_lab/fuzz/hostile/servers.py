@@ -1,7 +1,7 @@
-"""Hostile servers: what a worker meets that connects to somebody who only looks like a coordinator or a shard server.
+"""Hostile servers, which look like a coordinator or a shard server to a worker that connects to them.
 
 A server of raw sockets does to its clients what `http2` does to servers. The client is the SDK's own: channels
-and stubs, with deadlines. Every call has to end by an error of our tree, in time.
+and stubs, with deadlines. Every call has to end in time, with a result or an error of our tree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTLED_S: Final = 0.2
 
 
 def _answers(entropy: Entropy) -> list[bytes | Frame]:
-    """The messages of the server after its settings."""
+    """Return the messages of the server after its settings."""
     encoder = hpack.Encoder()
     head = encoder.encode([(":status", entropy.pick(("200", "200", "200", "404", "500", "0", "abc")))])
     typed = encoder.encode([(":status", "200"), ("content-type", entropy.pick(("application/grpc", "text/html", "")))])

@@ -3,9 +3,9 @@
 A directory is read as it would be: by a coordinator that starts, by `axon-ps checkpoint ls | verify | export`, by a
 coordinator that is asked to restore it, by shard servers that have live parameters and are ordered to, by workers for
 their own state and buffers, and by a worker without servers. Each ends well or with an error of our tree; none takes
-long; the good checkpoint is always found.
+long; a start finds the good checkpoint, or this one if it can be read.
 
-Promised of a restore: what the coordinator has checked every server can load, and the job trains on; and a server that
+Promised of a restore: every server can load what the coordinator has checked, and the job trains on. A server that
 refuses has all that it had, bit by bit.
 """
 
@@ -80,7 +80,7 @@ def _optimizer(name: str = "adamw", **hyper: float) -> OptimizerSpec:
 
 
 def _trained(num_servers: int, optimizer: OptimizerSpec, steps: int, seed: int = 0) -> Servers:
-    """Shard servers that have values and have made steps."""
+    """Return shard servers that have values and have made steps."""
     servers = Servers(_SPEC, num_servers, optimizer=optimizer)
     rng = np.random.default_rng(seed)
     servers.upload([rng.standard_normal(unit.numel).astype(np.float32) for unit in _LAYOUT.units])
@@ -97,7 +97,7 @@ def _step(servers: Servers, rng: np.random.Generator) -> None:
 
 
 def _section(servers: Servers, uri: str, optimizer: OptimizerSpec | None, name: str) -> Manifest:
-    """Write the servers' files; the manifest of them alone."""
+    """Write the servers' files; returns their manifest, which is not written."""
     count, files = len(servers.engines), []
     for rank, engine in enumerate(servers.engines):
         pins = VersionPins()
@@ -119,7 +119,7 @@ def _section(servers: Servers, uri: str, optimizer: OptimizerSpec | None, name: 
 
 
 def seeds(directory: Path) -> list[dict[str, bytes]]:
-    """Real checkpoints: of one and several servers, with and without what can be in one."""
+    """Write and return real checkpoints: of one and several servers, with and without optional contents."""
     made = []
     kinds = ((2, _optimizer()), (3, _optimizer("sgd", momentum=0.9)), (1, _optimizer(amsgrad=1.0)), (2, None))
     for number, (count, optimizer) in enumerate(kinds):
@@ -194,7 +194,7 @@ class _Shell:
 
 
 def _restored(engine: ShardEngine, order: RestoreOrder) -> _Reports:
-    """A server takes an order, as `ModelShell` does."""
+    """Have a server perform an order, as `ModelShell` does; returns its reports."""
     shell = _Shell()
 
     async def perform() -> None:
@@ -209,7 +209,7 @@ def _restored(engine: ShardEngine, order: RestoreOrder) -> _Reports:
 
 
 def _bits(engine: ShardEngine) -> list[bytes]:
-    """All that a server holds of a model."""
+    """Return all that a server holds of a model."""
     found = [f"{engine.version} {engine.parameters.serving}".encode()]
     for number, owned in sorted(engine.slices.items()):
         master = owned.master
@@ -246,17 +246,17 @@ class CheckpointFiles:
         logging.getLogger("axon_ps").setLevel(logging.CRITICAL)
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the files that were written."""
         logging.getLogger("axon_ps").setLevel(logging.NOTSET)
         self._made.cleanup()
 
     def run(self, entropy: Entropy) -> None:
-        """One directory."""
+        """Read one directory."""
         directory = self._directories.grow(entropy)
         self._perform(directory, every=entropy.once_in(4))
 
     def replay(self, case: Case) -> None:
-        """One directory, as a finding's file has it."""
+        """Read one directory, as a finding's file has it."""
         self._perform(Directory.decoded(case.messages[0]), every=True)
 
     def _perform(self, directory: Directory, *, every: bool) -> None:
@@ -277,7 +277,7 @@ class CheckpointFiles:
             remove(path)
 
     def _read(self, what: str, call: Callable[[], Any]) -> Any:
-        """The result of a reader; None if that is an error of ours."""
+        """Return the result of a reader; None if it raised an error."""
         began_s, result = time.process_time(), None
         try:
             result = call()
@@ -302,7 +302,7 @@ class CheckpointFiles:
     # ------------------------------------------------------------------ the coordinator
 
     def _start(self, path: Path, *, readable: bool) -> None:
-        """A coordinator starts, and finds the good one, or this one where it can be read and is newer."""
+        """Start as a coordinator does: it finds the good one, or this one where it can be read and is newer."""
         policy, logged = CheckpointPolicy(directory=str(self._parent), every_steps=1), list[str]()
         config = CoordinatorConfig(checkpoints=policy)
         begun = self._read("start", lambda: server._resume(config))
@@ -315,7 +315,7 @@ class CheckpointFiles:
             self._findings.add("start: a name that is not printable is logged", [self._case], repr(logged))
 
     def _restore(self, uri: str, manifest: Manifest | None) -> None:
-        """The coordinator checks it, as for a job that has values; then, whatever it has said, servers are ordered."""
+        """Check it as a coordinator does for a job that has values; then order servers to load it, in any case."""
         found = self._read("check", lambda: manifests.find_complete(uri, {_MODEL: _SPEC}, read=True))
         unchecked = self._read("find", lambda: manifests.find(uri, {_MODEL: _SPEC}))
         if found is None and unchecked is None and manifest is None:
@@ -352,7 +352,7 @@ class CheckpointFiles:
             self._train(live)
 
     def _train(self, servers: Servers) -> None:
-        """The job goes on with what was restored."""
+        """Make a step with the restored values."""
         try:
             _step(servers, np.random.default_rng(0))
             self.ends["step: ok"] += 1
@@ -386,7 +386,7 @@ class CheckpointFiles:
     # ------------------------------------------------------------------ people
 
     def _command(self, command: str, uri: str, path: Path) -> None:
-        """A command says what is wrong in a line that names the place, and shows no traceback."""
+        """Run a command: it must report an error in a line that names the directory, and show no traceback."""
         arguments = ["checkpoint", command, uri]
         if command == "export":
             arguments.append(str(self._target))
@@ -406,5 +406,5 @@ class CheckpointFiles:
 
 
 def described(target: CheckpointFiles) -> str:
-    """The ends of reads, as text."""
+    """Return the ends of reads, as text."""
     return json.dumps(dict(sorted(target.ends.items())), indent=1)

@@ -1,4 +1,4 @@
-"""Target: every function that makes values of messages, each fed messages of its type; refusals are `AxonError`s."""
+"""Target: functions that make values of messages, each fed messages of its type; refusals are `AxonError`s."""
 
 from __future__ import annotations
 
@@ -122,16 +122,16 @@ class Decoders:
         self._names = list(DECODERS)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since nothing is open."""
 
     def run(self, entropy: Entropy) -> None:
-        """A few messages."""
+        """Decode a few messages."""
         for _ in range(1 + entropy.below(8)):
             name = entropy.pick(self._names)
             self.replay(Case(self.name, name, (self._grower.message(DECODERS[name][1], entropy),)))
 
     def replay(self, case: Case) -> None:
-        """Decode one message; twice the same must come of it, if it comes through whole."""
+        """Decode one message; if it is a bulk message, protobuf must read the same."""
         decode, kind = DECODERS[case.what]
         self.messages += 1
         try:
@@ -145,7 +145,7 @@ class Decoders:
             self._compare(case, kind)
 
     def _compare(self, case: Case, kind: Descriptor) -> None:
-        """A bulk message means what protobuf says: both accept it, with one payload, or neither does."""
+        """Compare with protobuf: both accept a bulk message, with the same content, or neither does."""
         parsed: Any = GetMessageClass(kind)
         header, data = None, case.messages[0]
         with contextlib.suppress(AxonError):

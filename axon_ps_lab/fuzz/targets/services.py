@@ -31,7 +31,7 @@ READS: Final = 16
 """Messages read of a stream."""
 
 END_S: Final = 10.0
-"""How long a service may take to notice that a call is over; longer is a hang."""
+"""Seconds that a service may take to notice that a call is over; longer is a hang."""
 
 CHECKED_EVERY: Final = 40
 """Rounds between two training steps of the job."""
@@ -46,7 +46,7 @@ UNFORESEEN: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 
 CLOCK: Final = ProcessClock()
-"""Of the limits of waits."""
+"""The clock of the limits of waits."""
 
 
 class _Channel(InProcessChannel):
@@ -93,7 +93,7 @@ class ServiceCalls:
     # ------------------------------------------------------------------ rounds
 
     def run(self, entropy: Entropy) -> None:
-        """A round."""
+        """Perform a round."""
         job = self._opened()
         grower = Grower(job.facts)
         cases = [self._grown(grower, entropy) for _ in range(1 + entropy.below(CALLS))]
@@ -103,7 +103,7 @@ class ServiceCalls:
             self._check(job)
 
     def replay(self, case: Case) -> None:
-        """Send what a file says."""
+        """Send the messages of a file."""
         job = self._opened()
         self.perform(job, [case.among(job.names())], 0.5)
         self._check(job)
@@ -136,7 +136,7 @@ class ServiceCalls:
         return Case(self.name, path, tuple(grower.message(kind, entropy) for _ in range(count)))
 
     async def _round(self, job: SmallJob, cases: list[Case], patience_s: float) -> list[str]:
-        """Make the calls; returns what is not over in time."""
+        """Make the calls; returns the waits of those that are not over in time."""
         made: list[Any] = []
         calls = [asyncio.create_task(self._call(job, case, index, made)) for index, case in enumerate(cases)]
         await asyncio.wait(calls, timeout=patience_s)
@@ -188,7 +188,7 @@ class ServiceCalls:
     # ------------------------------------------------------------------ the job
 
     def _opened(self) -> SmallJob:
-        """The job; a new one after a while, or when it can train no more (its model was released, say)."""
+        """Return the job; a new one after a while, or when it can train no more (its model was released, say)."""
         if self._job is not None and self._rounds % LIFE_ROUNDS == 0:
             self.close()
         if self._job is None:
@@ -217,7 +217,7 @@ class ServiceCalls:
 
 
 def awaited(task: asyncio.Task[Any]) -> str:
-    """The awaitables that a task waits for, from the outside in."""
+    """Return the awaitables that a task waits for, from the outside in."""
     names: list[str] = []
     waits: Any = task.get_coro()
     while waits is not None and len(names) < 20:
@@ -229,7 +229,7 @@ def awaited(task: asyncio.Task[Any]) -> str:
 
 
 async def _on_errors(findings: Findings, recent: Any) -> None:
-    """Findings are what the event loop itself is told of."""
+    """Make findings of the errors that the event loop itself is told of."""
 
     def handle(_: object, context: dict[str, Any]) -> None:
         error = context.get("exception")

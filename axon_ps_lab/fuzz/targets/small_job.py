@@ -62,7 +62,7 @@ class SmallJob:
         self._optimizer = parallel.AdamW(self._model, lr=1e-3)
 
     def step(self) -> bool:
-        """A training step; whether it committed."""
+        """Make a training step; returns True if it committed."""
         self._model(torch.ones(2, 12)).sum().backward()
         self._model.clip_grad_norm(1.0)
         committed = self._optimizer.step().committed
@@ -116,7 +116,7 @@ class SmallJob:
             facts.seeds.setdefault(seed.DESCRIPTOR.full_name, []).append(seed.SerializeToString())
 
     def _made(self) -> list[Any]:
-        """Messages that this job has no use for, as another one would send them."""
+        """Return messages that this job has no use for, as another one would send them."""
         world = self.world
         context, me = world._coordinator.context(), world.membership.workers[0]
         server = common_pb2.CallContext(
@@ -169,19 +169,19 @@ class SmallJob:
         }
 
     def names(self) -> dict[str, str]:
-        """The values that are different in every such job."""
+        """Return the values that are different in every such job."""
         members = (*self.world.membership.workers, *self.world.membership.shards)
         return {f"{m.role.value} {m.rank}": m.incarnation for m in members}
 
     def ended(self) -> list[BaseException]:
-        """The errors by which services have ended."""
+        """Return the errors by which services have ended."""
         tasks = [task for task, _ in self.job._services if task.done() and not task.cancelled()]
         return [error for task in tasks if (error := task.exception()) is not None]
 
 
 @contextmanager
 def small_job(tap: Tap, directory: str, timeout_s: float = TIMEOUT_S) -> Iterator[SmallJob]:
-    """A new job that has trained for a few steps, and written a checkpoint."""
+    """Make a job that has trained for a few steps, and written a checkpoint if it has a directory."""
     tap.seeds.clear()
     with tap.installed():
         world = World.mock(shards=SHARDS, timeout_s=START_S)

@@ -1,6 +1,6 @@
 """Target: real coordinator and shard servers, over real connections, with the job's token, while a job trains beside.
 
-What the job's token lawfully may is left out: its own worker may stop a job, and so may an operator. So messages name
+Lawful calls with the job's token are left out: its own worker may stop a job, and so may an operator. So messages name
 no member of the job, and calls that need none to change it (drain, release, restore, join) are for another job.
 """
 
@@ -41,20 +41,20 @@ DEADLINE_S: Final = 0.5
 """Deadline of a call: some wait lawfully for what never comes."""
 
 GRACE_S: Final = 8.0
-"""How long after its deadline a call may take to end; longer is a hang; of a `LoopClock`."""
+"""Seconds of a `LoopClock` that a call may take to end after its deadline; longer is a hang."""
 
 SIDE_BY_SIDE: Final = 48
 """Calls at a time."""
 
 LAWFUL: Final = frozenset(("Drain", "Release", "SaveCheckpoint", "RestoreCheckpoint", "Register", "Trace"))
-"""What an operator may do to any job whose token it has."""
+"""Calls that an operator may make on any job whose token it has."""
 
 NOBODY: Final = "00000000000000000000000000000bad"
 OTHER_JOB: Final = "fuzz-other"
 
 
 def harmless(kind: Descriptor, rpc: str, data: bytes) -> bytes:
-    """The message; of another job where it would be lawful. No name at all is an operator's, of any job."""
+    """Return the message; of another job where it would be lawful. No name at all is an operator's, of any job."""
     try:
         message: Message = GetMessageClass(kind).FromString(data)
     except DecodeError:
@@ -165,14 +165,14 @@ class Sockets:
 
     @contextlib.asynccontextmanager
     async def _granted(self, service: str) -> AsyncIterator[Bulk]:
-        """The bulk connections of a server, for as long as this lasts."""
+        """Yield the bulk connections of a server, granted for as long as this lasts."""
         async with self._stub(service).open("Open") as stream:
             await stream.write(bulk_pb2.OpenRequest())
             reply = await stream.read()
             yield Bulk(reply.port, reply.capability)
 
     def grown(self, entropy: Entropy) -> Case:
-        """The messages of a call."""
+        """Grow the messages of a call."""
         path = entropy.pick(list(METHODS))
         method = METHODS[path]
         kind = method.input_type
@@ -211,7 +211,7 @@ class Sockets:
             self._findings.add(f"{case.what}: {error}", [case])
 
     def _chosen(self, entropy: Entropy) -> tuple[Case, str]:
-        """A call, and which service gets it."""
+        """Choose a call, and the service that gets it."""
         case = self.grown(entropy)
         names = [n for n in self._ports if ("Coordinator" in case.what) == (n == "coordinator")]
         return case, entropy.pick(names)
@@ -234,7 +234,7 @@ class Sockets:
                 await asyncio.wait([writing])
 
     async def _opened(self, case: Case, service: str, over_grpc: Any, options: Any) -> Stream:
-        """The stream of a call: every other one of a shard server's is a bulk call."""
+        """Open the stream of a call: about half of a shard server's are bulk calls."""
         if service != "coordinator" and len(case.messages[0]) % 2:
             bulk = self._stub(service).bulk
             assert bulk is not None
@@ -251,7 +251,7 @@ class Sockets:
             await stream.done_writing()
 
     def _stub(self, service: str) -> Stub:
-        """Opens bulk calls."""
+        """Return the stub that opens bulk calls to a service."""
         if service not in self._stubs:
             security = Security(token=self._token)
             made = self._stubs[service] = Stub(self._channel(service), BULK, security, peer=service)

@@ -20,10 +20,10 @@ METHODS = {
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
-"""Every RPC of the schema, by path."""
+"""The RPCs of the coordinator and of shard servers, by path."""
 
 LATEST = 40
-"""Seeds of a message type."""
+"""Most seeds of a message type."""
 
 
 class Tap:
@@ -39,18 +39,18 @@ class Tap:
         self.reply: Callable[[str, bytes], bytes] | None = None
 
     def sent(self, path: str, data: bytes) -> bytes:
-        """A client sends a message."""
+        """Record a message that a client sends, and return it."""
         self.seeds[METHODS[path].input_type.full_name].append(data)
         return data
 
     def received(self, path: str, data: bytes) -> bytes:
-        """A client receives a message."""
+        """Record a message of a server, and return the message that its client receives instead."""
         self.seeds[METHODS[path].output_type.full_name].append(data)
         return data if self.reply is None else self.reply(path, data)
 
     @contextmanager
     def installed(self) -> Iterator[Tap]:
-        """Channels that are opened meanwhile are tapped."""
+        """Tap the channels that are opened in this context."""
         tap = self
 
         class TappedChannel(InProcessChannel):

@@ -1,8 +1,8 @@
 """Target: the worker's own half, with servers that answer anything.
 
 The job is a real one of this process; what its worker and its shard servers receive is exchanged on the way. The worker
-does what workers do; each of its calls has to end in time, with a result or an error of our tree. What it gathers is
-then anything, which nothing can prevent: a server that lies about parameters is believed.
+does what workers do; each of its calls has to end in time, with a result or an error of our tree. It may
+then gather anything, which nothing can prevent: a worker believes a server about parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMEOUT_S: Final = 0.15
 """Deadline of a call of the worker's."""
 
 LIMIT_S: Final = 4 * TIMEOUT_S + END_S
-"""How long a call may take whose deadline is `TIMEOUT_S`, and which may make several, one after the other."""
+"""Seconds that a call may take: it has deadline `TIMEOUT_S`, and may make several calls one after the other."""
 
 MOST: Final = 24
 """Replies of a call that are exchanged at most."""
@@ -47,7 +47,7 @@ class _Sent:
         self._counts: Counter[str] = Counter()
 
     def reply(self, path: str, data: bytes) -> tuple[str, int]:
-        """The path and kind of a reply, and the number of those before it.
+        """Return the path and kind of a reply, and the number of those before it.
 
         Several members of the job have a stream of the same path, and come in any order, so numbers alone say less.
         """
@@ -58,7 +58,7 @@ class _Sent:
         return name, self._counts[name] - 1
 
     def add(self, reply: tuple[str, int], message: bytes) -> bytes:
-        """The message, sent in place of that reply."""
+        """Record the message as sent in place of that reply, and return it."""
         self.messages.append(message)
         self.replies.append(reply)
         return message
@@ -95,7 +95,7 @@ class WorkerHalf:
         self._job = None
 
     def run(self, entropy: Entropy) -> None:
-        """A call of the worker's; the next few answers to it are not what the servers sent."""
+        """Make a call of the worker's; the next few answers to it are not what the servers sent."""
         job = self._opened()
         name = entropy.pick(list(CALLS))
         left, sent = 1 + entropy.below(MOST), _Sent()
@@ -143,12 +143,12 @@ class WorkerHalf:
             self.close()
 
     def _cases(self) -> list[Case]:
-        """The calls before, and this one."""
+        """Return the calls before, and this one."""
         this = Case(self.name, self._name, tuple(self._sent.messages), self._names, tuple(self._sent.replies))
         return [*self._recent, this]
 
     def _perform(self, job: SmallJob, name: str) -> bool:
-        """Make a call; whether the world is of no use after it."""
+        """Make a call; returns True if the world may be of no use after it."""
         try:
             CALLS[name](job)
             self.ends["result"] += 1
@@ -161,7 +161,7 @@ class WorkerHalf:
         return False
 
     def _is_well(self, job: SmallJob) -> bool:
-        """Whether the job still works, with servers that tell the truth."""
+        """Return True if the job still works, with servers that tell the truth."""
         try:
             job.world.kv_get("a")
             return job.step() or job.step()

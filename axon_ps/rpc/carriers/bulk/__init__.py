@@ -2,7 +2,7 @@
 
 The reply to the RPC `Bulk.Open` has a port and a capability. A call that moves much data connects to the port and shows
 the capability. It has the same messages as the call over gRPC, the same servicer, and the same statuses. A connection
-is used by one call at a time. The per-byte work of gRPC's C core at both ends is left to the kernel: *measured* on
+carries one call. The per-byte work of gRPC's C core at both ends is left to the kernel: *measured* on
 loopback, both ends, a stream of messages of 1 MiB takes 0.45 CPU seconds a GB instead of 1.0.
 
 The stream of that RPC stays open. When it breaks, because the peer died, froze or was cut off (gRPC pings it),
@@ -19,7 +19,7 @@ between which the port cannot be reached.
 
 Note: [The frames of a bulk connection]
     A frame is a byte for its kind, its length (u32, little-endian), and that many bytes. The client begins with HELLO,
-    a `BulkHello`. The server answers with an empty HELLO, or hangs up if it refuses the bulk call. MESSAGE is a message
-    of the call, as in gRPC. END, from the client, means that no more messages come. STATUS, a `BulkStatus`, is the
-    server's last frame. A side that closes the connection before that cancels the call.
+    a `BulkHello`. The server answers with an empty HELLO, or hangs up if the capability is not valid. MESSAGE is a
+    message of the call, as in gRPC. END, from the client, means that no more messages come. STATUS, a `BulkStatus`, is
+    the server's last frame. A side that closes the connection before that cancels the call.
 """

@@ -1,8 +1,8 @@
 """A server's end of bulk calls: the listener, the check of capabilities, and a servicer's context. One event loop.
 
 Note: [Who makes a bulk call]
-    The stream of an RPC `Open` has a capability, which is valid while the stream lasts. A connection that shows it acts
-    as the stream's caller, with its roles, until its credentials end or are revoked (`auth.credentials`). Each call is
+    The stream of an RPC `Open` has a capability, which is valid while the stream lasts. A call that shows it is one
+    of the stream's caller, with its roles, until its credentials end or are revoked (`auth.credentials`). Each call is
     checked against the table of RPCs (`access`), as in gRPC's interceptor. Over TLS the port asks for certificates as
     gRPC's port does, so a stolen capability is useless to a stranger.
 
