@@ -297,7 +297,7 @@ class GradientSums:
     def ready(self, replica: int = 0) -> tuple[float, ...] | None:
         """Return the sum of squares of each primary slice here, in order; None until every chunk has every replica.
 
-        A server without trainable slices has nothing to sum and is never asked; the result is None.
+        None, too, while a slice is copied, corrupt or applied, and on a server without trainable slices.
 
         Args:
             replica: the replica of the attempt, if replicas step asynchronously.

@@ -21,7 +21,7 @@ class ServedParameters:
         counters: counters of duplicates, encodings and restores.
 
     Attributes:
-        lacking: chunks that lack first values.
+        lacking: chunks that lack values, except of slices that come from another holder.
     """
 
     def __init__(self, slices: OwnedSlices, counters: Counter[str]) -> None:
@@ -33,7 +33,7 @@ class ServedParameters:
 
     @property
     def initialized(self) -> bool:
-        """True if every owned slice has values."""
+        """True if every owned slice has values, or gets them from another holder."""
         return self._slices.num_units is not None and self.lacking == 0
 
     @property
@@ -122,7 +122,7 @@ class ServedParameters:
     def available(self, unit: int, begin: int, min_version: int) -> bool:
         """Return True if the slice of `unit` with element `begin` can be served at `min_version` or later.
 
-        The version of a frozen unit is that of its last copy.
+        Steps advance the version of a frozen unit, too.
 
         Raises:
             Misuse: the layout is not known.

@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 class SameHostServers:
-    """A worker's view of the shard servers on its own host. On one event loop.
+    """The shard servers on the host of a worker or of another server. On one event loop.
 
     Args:
         node: name of the host; only servers with the same name are tried. "" = none.

@@ -143,7 +143,8 @@ class Reads:
 
         Raises:
             InvalidRequest: there is no such slice.
-            SliceMoved: it is not here.
+            GenerationChanged: the generation ended meanwhile.
+            SliceMoved: it is not here, or is corrupt.
             StepAborted: it is past that version or epoch.
         """
         spec, placement = self._engine.spec, self._engine.placement
