@@ -24,7 +24,7 @@ from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
 
 UNITS = (30_000, 9_000, 2_000, 30_000)
-"""Elements of each: cut over both servers and leased, whole on one and mapped, too small to be leased."""
+"""Elements of each unit: cut over both servers and leased, full on one and mapped, too small to be leased."""
 
 ROOT = 500
 LR, MOMENTUM = 2.0**-7, 0.5

@@ -234,6 +234,7 @@ class ShardEngine:
 
         Raises:
             InternalError: it commits a step whose gradients are not all here, or without an optimizer.
+            InvalidRequest: a hyperparameter is not valid, or there is no attempt of that replica.
         """
         if decision.step < self.step:
             return []

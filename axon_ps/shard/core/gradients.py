@@ -197,7 +197,8 @@ class GradientSums:
 
         Raises:
             Broken: it differs from the message of the primary.
-            InvalidRequest: the unit is frozen, or its length is wrong.
+            Misuse: the layout is not known.
+            InvalidRequest: unit, offset, number or length is wrong, or the unit is frozen.
             SliceMoved: this server is not a backup of it.
             StepAborted: the step ended without a commit.
         """

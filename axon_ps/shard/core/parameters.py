@@ -137,6 +137,7 @@ class ServedParameters:
 
         Raises:
             InvalidRequest: the range does not begin and end where chunks of this server do.
+            SliceMoved: that slice is not here, or is corrupt.
         """
         owned = self._slices.of(unit, begin)
         first, last = owned.chunks.range_of(begin, end)
@@ -159,6 +160,7 @@ class ServedParameters:
 
         Raises:
             InvalidRequest: the range does not begin and end where chunks of this server do.
+            SliceMoved: that slice is not here.
         """
         owned = self._slices.of(unit, begin)
         first, last = owned.chunks.range_of(begin, end)
@@ -169,12 +171,19 @@ class ServedParameters:
         return (owned.full_frame(first, last, absent=True),)
 
     def full(self, owned: OwnedSlice, index: int) -> bytes:
-        """Return all values of a chunk if parameters are sent as differences. Only while the slice is not
-        `applying`."""
+        """Return all values of a chunk if parameters are sent as differences. Only while the slice is not `applying`.
+
+        Raises:
+            SliceMoved: its values are corrupt.
+        """
         self._counters["encodings"] += 1
         return owned.full_frame(index, index + 1, absent=False)
 
     def encode(self, owned: OwnedSlice, index: int, dtype: DType) -> bytes:
-        """Encode one chunk in another dtype. Only while the slice is not `applying`."""
+        """Encode one chunk in another dtype. Only while the slice is not `applying`.
+
+        Raises:
+            SliceMoved: its values are corrupt.
+        """
         self._counters["encodings"] += 1
         return owned.encode(index, dtype)
