@@ -214,7 +214,7 @@ class Scene:
         for node in {self._node(rank) for rank in self._case.victims}:
             self._replace(node)
 
-    # ------------------------------------------------------------------ what comes of it
+    # ------------------------------------------------------------------ the outcome
 
     def _node(self, rank: int) -> tuple[int, ...]:
         """Return the workers that fail and are started together."""

@@ -1,4 +1,4 @@
-"""A job that trains until it is told to end, and the comparison of its values with those of an undisturbed one."""
+"""A job that trains to a version given later, and the comparison of its values with those of an undisturbed one."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ class GradientSums:
     def ready(self, replica: int = 0) -> tuple[float, ...] | None:
         """Return the sum of squares of each primary slice here, in order; None until every chunk has every replica.
 
-        None, too, while a slice is copied, corrupt or applied, and on a server without trainable slices.
+        It is also None while a slice is copied, corrupt or applied, and on a server without trainable slices.
 
         Args:
             replica: the replica of the attempt, if replicas step asynchronously.
