@@ -256,7 +256,7 @@ ETCD_FAULTS = (etcd_slow_disks, etcd_compacted, etcd_full)
 
 
 def check(job: FailoverJob) -> int:
-    """Check that no step or write of a leader was lost; returns the number of attempts that did not commit."""
+    """Check that nothing was lost, and only leaders wrote; returns the number of attempts that did not commit."""
     steps, values = job.finish()
     for each in steps:
         assert [step.version for step in each if step.committed] == list(range(1, each[-1].version + 1))
