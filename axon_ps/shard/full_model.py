@@ -55,8 +55,8 @@ class FullModel:
         """Read a model's section of a checkpoint; return it as it was read.
 
         Raises:
-            InvalidRequest: it lacks a parameter, or has it in another shape.
-            CheckpointError: it cannot be read, or is damaged.
+            InvalidRequest: it lacks a parameter or has it in another shape, or its optimizer is not known here.
+            CheckpointError: it is not there, cannot be read, or is damaged.
         """
         prepared = snapshot.prepare(self._engine, section.uri, section.version, section.name)
         with contextlib.closing(prepared) as restore:

@@ -4,7 +4,7 @@
 
 Owns: the list of loops with their types, and the program that compiles them. `make setup` and the images run it. If it
 was not run, `axon-ps run` and `LocalCluster` run it before they start processes that have deadlines. Refuses: loops of
-plugins, which their processes compile; and to be needed: a process compiles any loop that it finds missing.
+plugins, which their processes compile. It is not needed: a process compiles any loop that it finds missing.
 
 Invariant: loops are found by calling the product's own functions on empty arrays, so there is not a second list of
 types. A test that has to compile a loop fails.
@@ -86,7 +86,7 @@ def compilations() -> list[Callable[[], None]]:
 
 
 def main() -> None:
-    """Compile everything in as many processes as there are cores, and record that it is done."""
+    """Compile everything, in a process per core up to `_MAX_PROCESSES`, and record that it is done."""
     from axon_ps.kernels.compiled import locked, sources_hash
 
     directory = loop_cache.folder()

@@ -4,9 +4,9 @@
 
 The supervisor here does what systemd or a restart policy of containers does: it runs one `axon-ps run` command, and
 when that is gone it runs the same again. At moments drawn from the seed it stops the launcher, the coordinator, the
-shard servers and the workers, and kills them all (-9). In some lives it also damages the newest checkpoint. Promised,
-and checked after every life: the job begins at the newest checkpoint that is complete and unaltered, and the log names
-the altered one; in the end the parameters have the bits of a run that nothing happened to.
+shard servers and the workers, and kills them all (-9). After some lives it also damages the newest checkpoint. Each
+life must begin at the newest checkpoint that is complete and unaltered, and the log must name the altered one. In the
+end the parameters must have the bits of a run without kills.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ with axon_ps.World.init(timeout_s=60.0) as world:
 
 
 def watch() -> None:
-    """In a service, as its plug-in: stop for good at the moment that the supervisor wants, and say so."""
+    """Make this service, as its plug-in, stop for good at the supervisor's moment, and write a file then."""
     name, file = os.environ.get(STOP_AT), os.environ.get(STOPPED)
 
     def watcher(moment: Moment, version: int) -> None:
@@ -101,7 +101,7 @@ DAMAGES = ("flip data", "cut data", "remove data", "flip manifest", "cut manifes
 
 
 def damage(directory: Path, how: str, choice: random.Random) -> None:
-    """Alter or truncate a checkpoint."""
+    """Alter, truncate or remove a file of a checkpoint."""
     what, _, kind = how.partition(" ")
     files = sorted(path for path in directory.iterdir() if (path.suffix == ".json") == (kind == "manifest"))
     file = choice.choice(files)
@@ -127,7 +127,7 @@ class Life:
 
 
 def lives(kills: int, seed: int) -> Iterator[Life]:
-    """The lives that end in a kill: each kind of moment in turn (first before any checkpoint), each kind of damage."""
+    """Yield lives that end in a kill: each kind of moment in turn, first before any checkpoint; each kind of damage."""
     choice = random.Random(seed)
     kinds = ["any", Moment.CHECKPOINT.name, "start", Moment.REMOVE.name, "any", Moment.RESTORE.name]
     damages = [*DAMAGES]
@@ -140,7 +140,7 @@ def lives(kills: int, seed: int) -> Iterator[Life]:
 
 @dataclass
 class Result:
-    """The deeds of a supervised job.
+    """The outcome of a supervised job.
 
     Attributes:
         digest: of the parameters at its end.
@@ -157,12 +157,12 @@ class Supervisor:
     """Runs one command again and again.
 
     Args:
-        directory: where everything is.
+        directory: the folder of all files.
         state: "sqlite", which survives, or "memory".
-        seed: of all that is random.
-        steps: when the job is done.
+        seed: of the choices of damage.
+        steps: the version at which the job is done.
         step_s: seconds that a worker waits after each.
-        workers, shards: how many.
+        workers, shards: their numbers.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Supervisor:
         self._environment |= {"PYTHONPATH": path, "AXON_PS_LOG_LEVEL": "INFO", STOPPED: str(directory / "stopped")}
 
     def run(self, kills: Sequence[Life]) -> Result:
-        """Live and die, and at last live to the end."""
+        """Run the job and kill it once for each life, and then run it to its end."""
         result = Result()
         expected, harmed, logs = 0, "", ""
         for number, life in enumerate([*kills, None]):
@@ -276,7 +276,7 @@ class Supervisor:
         return {str(note["digest"]) for note in self._read_notes() if "digest" in note}
 
     def _complete(self) -> list[Manifest]:
-        """The checkpoints that are complete and unaltered."""
+        """Return the checkpoints that are complete and unaltered."""
         found = []
         for manifest in list_checkpoints(str(self._checkpoints)):
             try:
@@ -286,7 +286,7 @@ class Supervisor:
         return found
 
     def _damage_newest(self, how: str) -> str:
-        """Damage the checkpoint that was written last, unless it is the only one; its URI, or nothing."""
+        """Damage the checkpoint that was written last, unless it is the only one; returns its URI, or ""."""
         found = sorted(self._complete(), key=lambda manifest: manifest.created)
         if len(found) < 2:
             return ""
@@ -295,7 +295,7 @@ class Supervisor:
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all its descendants at once: none gets to see the death of another."""
+    """Kill a process and all its descendants at once: none of them observes the death of another."""
     with_all: dict[int, psutil.Process] = {}
     try:
         root = psutil.Process(process.pid)
@@ -316,7 +316,11 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
 
 
 def undisturbed(directory: Path, *, steps: int, workers: int = 2, shards: int = 2) -> str:
-    """The digest of a run that nothing happens to."""
+    """Return the digest of a run without kills.
+
+    Raises:
+        AxonError: the run failed.
+    """
     directory.mkdir()
     result = Supervisor(directory, "memory", 0, steps=steps, step_s=0.0, workers=workers, shards=shards).run([])
     if result.wrong:
@@ -325,7 +329,7 @@ def undisturbed(directory: Path, *, steps: int, workers: int = 2, shards: int = 
 
 
 def main() -> int:
-    """Do as the docstring says."""
+    """Run the campaign; returns 1 if something was wrong, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,9 +1,9 @@
 """Starts of a large job on a busy machine, `make lab NAME=big-starts`: members that are lost before a step commits.
 
-What a shard server does with GiBs (allocating, hashing, mapping, freeing them) must not stand between it and its
-heartbeats. Each start is `axon-ps run` with a model of so many parameters in eight units, until two steps are
-committed; busy loops take the processors beside it. The table has, for each replication: starts, those that trained,
-leases that were lost, seconds to the first commit, and what held an event loop longest (`axon_ps_lab.watchdog`).
+Work of a shard server on GiBs (allocating, hashing, mapping, freeing them) must not delay its heartbeats. Each
+start is `axon-ps run` with a model of so many parameters in eight units, until two steps are committed; busy loops run
+beside it. The table has, for each replication: starts, those that trained, leases that were lost, seconds to the first
+commit, and the longest callback of an event loop (`axon_ps_lab.watchdog`).
 
     python -m axon_ps_lab.campaigns.big_starts [--parameters 537e6 1e9] [--replication 1 2] [--shards 2] [--starts 10]
 """
@@ -53,7 +53,7 @@ class Start:
 
 
 def train(parameters: int) -> None:
-    """The worker: a model of linear layers, `UNITS` of them."""
+    """Train a model of `UNITS` linear layers, as a worker."""
     import torch
     from torch import nn
 
@@ -74,13 +74,13 @@ def train(parameters: int) -> None:
 
 
 def needed_bytes(parameters: int, copies: int) -> int:
-    """About what a start takes: values, sums and wire copies on servers; values, gradients and a unit in a worker."""
+    """Return about the bytes of a start: values, sums, wire copies on servers; values, gradients, units in a worker."""
     return 4 * parameters * (3 * copies + 2) + 2 * 4 * parameters // UNITS + (2 << 30)
 
 
 @contextlib.contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """So many processes that do nothing, without a pause."""
+    """Run so many processes that compute without a pause, for a `with` block."""
     loops = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -91,7 +91,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def start(parameters: int, copies: int, shards: int, limit_s: float, records: Path) -> Start:
-    """One start."""
+    """Start the job once, and wait for its end."""
     command = [sys.executable, "-P", "-m", "axon_ps.cli.main", "run", "--http-port", "0", "--max-restarts", "0"]
     command += ["--shards", str(shards), "--replication", str(copies), __file__, "--train", str(parameters)]
     watchdog = str(Path(loop_watchdog.__file__).parent)
@@ -119,7 +119,7 @@ def start(parameters: int, copies: int, shards: int, limit_s: float, records: Pa
 
 @contextlib.contextmanager
 def _limited(job: subprocess.Popen[str], limit_s: float) -> Iterator[None]:
-    """Interrupt a job that takes longer, as Ctrl-C does."""
+    """Terminate a job that takes longer than `limit_s` (SIGTERM)."""
     timer = threading.Timer(limit_s, job.terminate)
     timer.start()
     try:
@@ -129,7 +129,7 @@ def _limited(job: subprocess.Popen[str], limit_s: float) -> Iterator[None]:
 
 
 def row(parameters: int, copies: int, starts: Sequence[Start], records: Path) -> str:
-    """The line of the table."""
+    """Return the line of the table."""
     firsts = [s.first_s for s in starts if s.first_s is not None]
     first = f"{min(firsts):.0f} to {max(firsts):.0f}" if firsts else "never"
     slow_callbacks = loop_watchdog.found(records)
@@ -141,7 +141,7 @@ def row(parameters: int, copies: int, starts: Sequence[Start], records: Path) ->
 
 
 def main() -> None:
-    """Start, count, print; fails if a lease was lost or a start did not train."""
+    """Start, count and print; exits with 1 if a lease was lost or a start did not train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, nargs="+", default=[537e6, 1e9])
     parser.add_argument("--replication", type=int, nargs="+", default=[1, 2])

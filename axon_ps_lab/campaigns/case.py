@@ -1,4 +1,4 @@
-"""One case of the grid: a small cluster, a fault at its moment, and what came of it."""
+"""One case of the grid: a small cluster, a fault at its moment, and the outcome."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARDS = 2
 _MOST_RESTARTS = 2
 _START_S = 40.0
 _SLACK_S = 4.0
-"""Beyond what is promised, before workers that make no attempt count as hanging: a busy machine is slow."""
+"""Seconds beyond `PATIENCE_S` before workers without attempts count as hanging: a busy machine is slow."""
 
 _LOOK_S = 0.25
 
@@ -43,12 +43,12 @@ class CaseOutcome:
 
     Attributes:
         name: the case's.
-        problems: what broke a promise, in words; empty when all is well.
-        waited_s: of each worker, from healing to its next committed step.
-        stalled_s: the longest time for which this process did not get to run; it carries every byte of the case.
+        problems: the broken promises, in words; empty = all is well.
+        waited_s: of each worker, seconds from healing to its next committed step.
+        stalled_s: the longest time for which this process did not run; it forwards every byte of the case.
         restarts: workers that were started again because they ended with an error.
-        seconds: how long the case took.
-        logs: what everybody wrote; empty when all is well.
+        seconds: duration of the case.
+        logs: the output of all processes.
     """
 
     name: str
@@ -61,13 +61,13 @@ class CaseOutcome:
 
     @property
     def suspect(self) -> bool:
-        """Whether it may be the machine's fault: somebody was late, or too late while we stood still; nothing else."""
+        """True if it may be the machine's fault: workers were only late, or hung while this process did not run."""
         slow = ("late:", "hang:") if self.stalled_s > LEASE_S / 3 else ("late:",)
         return bool(self.problems) and all(p.startswith(slow) for p in self.problems)
 
 
 def run(case: Case) -> CaseOutcome:
-    """Run a case; never raises."""
+    """Run a case; its errors are problems of the outcome."""
     began = time.monotonic()
     outcome = CaseOutcome(name=case.name)
     try:
@@ -105,7 +105,7 @@ class Scene:
     def __init__(self, case: Case, cluster: FaultyCluster, outcome: CaseOutcome) -> None:
         self._case, self._cluster, self._outcome = case, cluster, outcome
         self._workers: dict[int, WorkerProcess] = {}
-        self._lives: list[tuple[int, Path]] = []  # of every worker that was started: its rank, and what it wrote down
+        self._lives: list[tuple[int, Path]] = []  # of every started worker: its rank, and the file of its attempts
         self._earlier = ""
         self._save: WorkerProcess | None = None
         self._driver = Driver(cluster)
@@ -116,7 +116,7 @@ class Scene:
         self._written = f"{cluster.directory}/written"
 
     def play(self) -> None:
-        """Start, strike, heal, wait, judge."""
+        """Start the workers, strike, wait for their end, and judge."""
         for rank in range(self._cluster.world_size):
             self._start(rank)
         hit = self._wait_for_the_moment()
@@ -140,7 +140,7 @@ class Scene:
     # ------------------------------------------------------------------ the moment
 
     def _wait_for_the_moment(self) -> Hit | None:
-        """The process that stopped at the case's moment; everything is as it was until it is released."""
+        """Return the process that stopped at the case's moment, until it is released; None = none did."""
         moments, moment = self._cluster.moments, self._case.moment
         first = self._workers[(self._case.victims or (1,))[0]].process
         if self._case.fault is Fault.OLDER_STATE and not self._copy_state(first):
@@ -214,10 +214,10 @@ class Scene:
         for node in {self._node(rank) for rank in self._case.victims}:
             self._replace(node)
 
-    # ------------------------------------------------------------------ what comes of it
+    # ------------------------------------------------------------------ the outcome
 
     def _node(self, rank: int) -> tuple[int, ...]:
-        """The workers that fail and are started together."""
+        """Return the workers that fail and are started together."""
         return (rank // 2 * 2, rank // 2 * 2 + 1) if self._case.hybrid else (rank,)
 
     def _replace(self, node: Sequence[int]) -> None:
@@ -230,7 +230,7 @@ class Scene:
             self._start(rank)
 
     def _watch(self) -> None:
-        """Until every worker has ended, or none has got on for too long."""
+        """Wait until every worker has ended, or none has made an attempt for too long."""
         running = set(self._workers)
         while running:
             ended = wait_for_any([self._workers[rank].process for rank in running], time.monotonic() + _LOOK_S)
@@ -252,11 +252,11 @@ class Scene:
                     running |= set(self._node(rank))
 
     def _may_restart(self, rank: int) -> bool:
-        """Whether a worker that ended with an error is started again: a node that fails as a whole."""
+        """Return True if a worker that ended with an error is started again: a node fails as a whole."""
         return self._case.hybrid and bool(self._case.victims) and self._outcome.restarts < _MOST_RESTARTS
 
     def _judge(self) -> None:
-        """Compare with what is promised."""
+        """Compare the attempts and values with the promises."""
         values: dict[int, Values] = {}
         problems = self._outcome.problems
         for rank, worker in self._workers.items():
@@ -281,7 +281,7 @@ class Scene:
         self._judge_checkpoint()
 
     def _judge_checkpoint(self) -> None:
-        """It was written, and is whole; or it failed with a reason, and leaves nothing that looks whole."""
+        """Check that a saved checkpoint is complete, or that saving it failed with a reason."""
         if self._save is None:
             return
         result = self._save.result(5.0)
@@ -295,18 +295,18 @@ class Scene:
 
 
 def _last_line(error: str) -> str:
-    """The exception of a traceback, without its notes."""
+    """Return the exception of a traceback, without its notes."""
     lines = error.strip().splitlines()
     return next((line for line in reversed(lines) if line.startswith("axon_ps.errors.")), lines[-1])
 
 
 def _waited(attempts: Iterable[ExactAttempt], healed: float) -> float:
-    """From healing to the next committed step; 0 when all were committed before."""
+    """Return the seconds from healing to the next committed step; 0 if all were committed before."""
     return min((a.ended - healed for a in attempts if a.committed and a.ended >= healed), default=0.0)
 
 
 def wrong_bits(attempts: Iterable[tuple[int, ExactAttempt]], found: dict[int, Values]) -> list[str]:
-    """The differences between workers, and from plain torch over the ranks that took part in each committed step."""
+    """Return the mistakes: wrong versions, and differences from plain torch over the ranks of each committed step."""
     problems, participated = [], {}
     for rank, a in sorted(attempts, key=lambda pair: pair[1].ended):
         if a.committed and a.version != a.became - 1:
@@ -326,5 +326,5 @@ def wrong_bits(attempts: Iterable[tuple[int, ExactAttempt]], found: dict[int, Va
 
 
 def as_json(outcome: CaseOutcome) -> dict[str, object]:
-    """For the results file."""
+    """Return an outcome as a line of the results file has it."""
     return dataclasses.asdict(outcome)

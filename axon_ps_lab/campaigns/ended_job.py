@@ -1,4 +1,4 @@
-"""A job that trains until it is told to end, and the comparison of its values with those of an undisturbed one."""
+"""A job that trains to a version given later, and the comparison of its values with those of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from axon_ps.testing.workers import WorkerProcess
 from axon_ps_lab.campaigns.exact_model import Values
 
 SOON_S = 120.0
-"""Seconds after which something that should take a moment hangs."""
+"""Seconds after which a wait that should take a moment counts as hanging."""
 
 MORE = 10
 """Steps that are made after everything that a test does."""
@@ -37,7 +37,7 @@ class Trained:
 
 
 def until(true: Callable[[], bool], what: str) -> None:
-    """Wait for what other processes do."""
+    """Wait for a condition that other processes make true."""
     deadline = time.monotonic() + SOON_S
     while not true():
         assert time.monotonic() < deadline, f"it has not happened: {what}"
@@ -85,7 +85,7 @@ class EndedJob:
         until(settled, "every slice has its copies")
 
     def finish(self) -> list[Trained]:
-        """Have the workers end some steps later, and return what came of them."""
+        """Have the workers end some steps later, and return their results."""
         aside = self._end.with_suffix(".new")
         aside.write_text(str(self.version + MORE))
         aside.rename(self._end)

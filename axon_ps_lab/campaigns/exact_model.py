@@ -1,7 +1,7 @@
-"""The model that is trained while faults are dealt, and its oracle, which has the same bits: no number is rounded.
+"""The model that is trained while faults strike, and its oracle, which has the same bits: no number is rounded.
 
 A gradient is made of whole numbers that depend on every bit of the parameters (in forward *and* in backward), on the
-data, and on what the units before have seen. A parameter that was torn, stale or of another version, a gradient that is
+data, and on the values of the units before. A parameter that was torn, stale or of another version, a gradient that is
 missing, doubled or of another step: each changes the final values. Averages over 1 to 4 workers are whole numbers too,
 and SGD's steps are powers of two, so no sum is ever rounded, whatever the order: plain torch gives the same bits.
 """
@@ -24,7 +24,7 @@ from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
 
 UNITS = (30_000, 9_000, 2_000, 30_000)
-"""Elements of each: cut over both servers and leased, whole on one and mapped, too small to be leased."""
+"""Elements of each unit: cut over both servers and leased, full on one and mapped, too small to be leased."""
 
 ROOT = 500
 LR, MOMENTUM = 2.0**-7, 0.5
@@ -35,7 +35,7 @@ Values = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
 
 def _hash(weight: torch.Tensor) -> torch.Tensor:
-    """i64 in [0, 1021): of every bit of each element."""
+    """Return i64 in [0, 1021) for each element, computed from all of its bits."""
     return (weight.detach().view(torch.int32).long() * 2_654_435_761 % 4_294_967_291) % 1021
 
 
@@ -77,7 +77,7 @@ class MixChain(nn.Module):
 
 
 def data(version: int, rank: int) -> torch.Tensor:
-    """The input of a worker in the step from `version` on; it needs a gradient, so that backward's hooks run."""
+    """Return the input of a worker in the step from `version` on; it needs a gradient, so that backward's hooks run."""
     return torch.tensor([float((version * 37 + rank * 101) % 1021)], requires_grad=True)
 
 
@@ -93,7 +93,7 @@ class Linear(nn.Module):
 
 
 def integers(step: int, replica: int) -> torch.Tensor:
-    """The data of a replica in a step, for a `Linear` of 1000 elements."""
+    """Return the data of a replica in a step, for a `Linear` of 1000 elements."""
     generator = torch.Generator().manual_seed(100 * step + replica)
     return torch.randint(-8, 9, (1000,), generator=generator).float()
 
@@ -120,7 +120,7 @@ class Oracle:
         self.version += 1
 
     def save(self) -> None:
-        """This version may be restored."""
+        """Keep this version for `restore`."""
         self._saved = {self.version: {n: v.clone() for n, v in self.model.state_dict().items()}}
 
     def restore(self, version: int) -> None:
@@ -129,13 +129,13 @@ class Oracle:
         self.version = version
 
     def differs(self, values: dict[str, Any]) -> int:
-        """In how many values."""
+        """Return the number of values that differ."""
         return sum(int(np.count_nonzero(values[n] != v.numpy())) for n, v in self.model.state_dict().items())
 
 
 @functools.cache
 def expected(steps: tuple[tuple[int, ...], ...]) -> Values:
-    """Plain torch: the values after steps, of each of which it says which ranks took part."""
+    """Return the values of plain torch after steps, given the ranks that took part in each."""
     oracle = Oracle(MOMENTUM)
     for ranks in steps:
         oracle.step(ranks)
@@ -164,7 +164,7 @@ class ExactAttempt:
 
 
 def attempts_in(path: Path) -> list[ExactAttempt]:
-    """The attempts that a worker wrote down; an incomplete last line is left out."""
+    """Return the attempts that a worker wrote down; an incomplete last line is left out."""
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
     return [ExactAttempt(**json.loads(line)) for line in lines[:-1]]
 
@@ -172,7 +172,7 @@ def attempts_in(path: Path) -> list[ExactAttempt]:
 def train(
     strategy: str, steps: float, timeout_s: float, written: Path, momentum: float = MOMENTUM, pause_s: float = 0.0
 ) -> Values:
-    """Train to version `steps`, with a pause after each; each attempt is written down at once. The final values."""
+    """Train to version `steps`; returns the final values. Each attempt is written down at once, and a pause follows."""
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=timeout_s, join_timeout_s=timeout_s) as world:
         model = parallel.FSDP(

@@ -1,9 +1,9 @@
 """The cost of a leader's death, several times each: `make lab NAME=failover`.
 
 Three etcd members, two coordinators, two shard servers, two workers; each fault happens to the leader, or to etcd (its
-disks are slow, it is compacted, its quota is used up), and the longest time without a committed step is shown. Fails if
-a step was lost, if a coordinator wrote after another one had begun to, or if a step took longer than promised to commit
-again.
+disks are slow, it is compacted, its quota is used up), and the longest time without a committed step is shown. The
+campaign fails if a step was lost, if a coordinator wrote after another one had begun to, or if that time is longer than
+promised.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ LeaderFault = Callable[[FailoverJob, float], float]
 
 @dataclass
 class Times:
-    """The gaps of one fault, and for how long the machine let no process run meanwhile."""
+    """The gaps of one fault, and the times for which the proxies did not run meanwhile, in seconds."""
 
     gaps: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
 
 
 def measure(faults: Sequence[LeaderFault], away_s: float, times: dict[str, Times]) -> int:
-    """Have them happen to a job, one after the other; how many steps did not commit."""
+    """Inject faults into a job, one after the other; returns the number of attempts that did not commit."""
     with (
         tempfile.TemporaryDirectory() as directory,
         FailoverCluster(shards=2, world_size=2, lease_s=LEASE_S, quota_bytes=QUOTA_BYTES) as cluster,
@@ -66,7 +66,7 @@ def measure(faults: Sequence[LeaderFault], away_s: float, times: dict[str, Times
 
 
 def main() -> int:
-    """0 when nothing was lost, and everything in time."""
+    """Run the campaign; returns 0 if steps committed again in time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="how often each fault happens")
     parser.add_argument("--away-s", type=float, default=20.0, help="how long a leader is frozen or cut off")

@@ -1,7 +1,7 @@
-"""A job that makes steps while its coordinators die, and what came of it.
+"""A job that makes steps while its coordinators die, and the check of its steps and values.
 
-Workers append to a file when each step committed. All numbers are exact (integers, halves, a learning rate that is a
-power of two), so the values at the end are bit by bit those of plain torch that was never disturbed.
+Workers append a line to a file after each step. All numbers are exact (integers, halves, a learning rate that is a
+power of two), so the values at the end are bit by bit those of plain torch.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from axon_ps_lab.faults.failover import FailoverCluster
 
 NUMEL, RATE = 1000, 2.0**-12
 PAUSE_S = 0.02
-"""Between steps: what is measured is how long none commits."""
+"""Seconds between steps; the time without a commit is measured."""
 
 SOON_S = 30.0
 SLOW_S = 0.1
 """The time that a slow disk of etcd takes longer for each write."""
 
 ETCD_S = 5.0
-"""How long a job is watched after a member of etcd was killed: longer than a lease."""
+"""Seconds for which a job is watched after a member of etcd was killed: longer than a lease."""
 
 
 def train(directory: Path, pause_s: float = PAUSE_S) -> Any:
-    """Make steps, with a pause after each, up to the version that the file `stop` says; the values at the end."""
+    """Make steps, with a pause after each, up to the version in the file `stop`; returns the values at the end."""
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=60.0) as world:
         model = parallel.FSDP(
@@ -58,7 +58,7 @@ def train(directory: Path, pause_s: float = PAUSE_S) -> Any:
 
 
 def last_version(directory: Path) -> float:
-    """The version at which workers stop; inf while that is not known."""
+    """Return the version at which workers stop; inf while that is not known."""
     try:
         return float((directory / "stop").read_text())
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def last_version(directory: Path) -> float:
 
 
 def plain(replicas: list[int]) -> np.ndarray[Any, Any]:
-    """The weight that plain torch computes."""
+    """Return the weight that plain torch computes, by the number of replicas of each step."""
     model = Linear(NUMEL)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step, count in enumerate(replicas):
@@ -87,14 +87,14 @@ class TimedStep:
 
 
 def steps_of(directory: Path, rank: int) -> list[tuple[float, int, bool, int]]:
-    """The notes of a worker so far: when, version, committed, replicas."""
+    """Return the notes of a worker so far: time, version, committed, replicas."""
     path = directory / f"rank-{rank}"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [tuple(json.loads(line)) for line in lines]
 
 
 def until(condition: Callable[[], Any], within_s: float = 40.0) -> Any:
-    """Wait for a condition; what it gave."""
+    """Wait for a condition; returns its value."""
     deadline = time.monotonic() + within_s
     while not (found := condition()):
         assert time.monotonic() < deadline, "it did not happen"
@@ -106,7 +106,7 @@ class FailoverJob:
     """The workers of a `FailoverCluster`.
 
     Args:
-        cluster: it.
+        cluster: the cluster.
         directory: for their files.
         proxied: whether they reach the coordinators through a proxy of their host.
     """
@@ -119,11 +119,11 @@ class FailoverJob:
         self.until(lambda: len(self.steps()) > 5)
 
     def steps(self, rank: int = 0) -> list[TimedStep]:
-        """Those of a worker so far."""
+        """Return the steps of a worker so far."""
         return [TimedStep(*step) for step in steps_of(self._directory, rank)]
 
     def until(self, true: Callable[[], bool]) -> None:
-        """Wait for what other processes do; a worker that ends fails the test."""
+        """Wait for a condition that other processes make true; a worker that ends fails the test."""
         deadline = time.monotonic() + SOON_S
         while not true():
             ended = [w.process.name for w in self._workers if w.process.exit_code is not None]
@@ -132,20 +132,20 @@ class FailoverJob:
             time.sleep(0.01)
 
     def gap_s(self, since_s: float) -> float:
-        """The longest time without a commit from `since_s` to the newest step."""
+        """Return the longest time without a commit from `since_s` to the newest step."""
         times = [step.at_s for step in self.steps() if step.committed]
         before = max(at_s for at_s in times if at_s <= since_s)
         return max(b - a for a, b in zip([before, *times], times, strict=False) if b > since_s)
 
     def goes_on(self, since_s: float, for_s: float = 1.0) -> float:
-        """Wait until steps have committed again for a while after `since_s`; the longest time without one."""
+        """Wait until steps have committed again for a while after `since_s`; returns the longest time without one."""
         self.until(lambda: time.monotonic() > since_s + for_s)
         seen = len(self.steps())
         self.until(lambda: len(self.steps()) > seen + 5)
         return self.gap_s(since_s)
 
     def finish(self) -> tuple[list[list[TimedStep]], list[Any]]:
-        """Have all workers stop at one version; the steps and the values of each."""
+        """Have all workers stop at one version; returns the steps and the values of each."""
         beside = self._directory / "stop.new"
         beside.write_text(str(self.steps()[-1].version + 30))
         os.replace(beside, self._directory / "stop")
@@ -158,13 +158,13 @@ class FailoverJob:
 
 
 def _another_leads(job: FailoverJob, old: int, since_s: float) -> float:
-    """Wait until another coordinator leads and steps commit again; the time without a commit."""
+    """Wait until another coordinator leads and steps commit again; returns the longest time without a commit."""
     job.until(lambda: job.cluster.leader() not in (-1, old))
     return job.goes_on(since_s)
 
 
 def killed(job: FailoverJob, seconds: float) -> float:
-    """The leader is killed, and started again later. Returns, as all of these, the longest time without a commit."""
+    """The leader is killed, and started again later. Returns the longest time without a commit, as most of these do."""
     old, since_s = job.cluster.leader(), time.monotonic()
     job.cluster.kill(COORDINATOR, old)
     gap_s = _another_leads(job, old, since_s)
@@ -256,7 +256,7 @@ ETCD_FAULTS = (etcd_slow_disks, etcd_compacted, etcd_full)
 
 
 def check(job: FailoverJob) -> int:
-    """Nothing was lost, or written by a coordinator that did not lead; returns how many steps did not commit."""
+    """Check that nothing was lost, and only leaders wrote; returns the number of attempts that did not commit."""
     steps, values = job.finish()
     for each in steps:
         assert [step.version for step in each if step.committed] == list(range(1, each[-1].version + 1))

@@ -1,8 +1,8 @@
 """Bits of servers' memory change while a job trains: `make lab NAME=flips`, and benchmarks/results/bit_flips.json.
 
-One bit at a time, anywhere in values, moments and summed gradients of one of three servers. Each must be found by the
-next commit, and the server, the slice, the unit, the array and the range named. Then as many steps as wanted without
-one, in which nothing must be found; and the values must be those of a job in which nothing failed, bit for bit.
+One bit changes at a time, in values, moments or summed gradients of one of three servers. Each must be found by the
+next commit, and the server, slice, array and range must be named. Then the job makes as many steps as wanted without a
+flip, in which nothing must be found. The values must be those of a job in which nothing failed, bit for bit.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from axon_ps_lab.faults.bit_flips import Flip, flip
 
 SERVERS: Final = 3
 ARRAYS: Final = (("param",), ("exp_avg",), ("exp_avg_sq",), ())
-"""In which of a slice's arrays the bits are, in turn; none: in any, and a summed gradient if there is one."""
+"""The arrays of a slice in which a bit is flipped, in turn; () = any, and a summed gradient if there is one."""
 POLL_S: Final = 0.002
 FOUND_S: Final = 20.0
-"""How long a flip may take to be told: a commit takes some ten milliseconds here."""
+"""Seconds that the report of a flip may take: a commit takes some ten milliseconds here."""
 
 TEXT: Final = re.compile(
     r"memory of shard server (?P<rank>\d+) .*is corrupt: (?P<blocks>.*) of unit '(?P<unit>.*)', slice (?P<slice>\d+), "
@@ -82,7 +82,7 @@ def reported(observer: Observer, number: int) -> str:
 
 
 def wrong(flipped: Flip, rank: int, text: str) -> str:
-    """The mistake in the report of a flip; empty = none."""
+    """Return the mistake in the report of a flip; empty = none."""
     if not text:
         return "not found"
     if (found := TEXT.search(text)) is None:
@@ -101,7 +101,7 @@ def wrong(flipped: Flip, rank: int, text: str) -> str:
 
 @contextlib.contextmanager
 def job(directory: Path) -> Iterator[tuple[EndedJob, Observer]]:
-    """Two workers that train on three servers, whose bits may be flipped."""
+    """Start two workers that train on three servers, whose bits may be flipped; yields the job and its observer."""
     plugin = bit_flips.__name__
     environment = {"AXON_PS_DIRECT_MEMORY": "0", bit_flips.DIRECTORY: str(directory)}
     with LocalCluster(
@@ -113,7 +113,7 @@ def job(directory: Path) -> Iterator[tuple[EndedJob, Observer]]:
 
 
 def ranks(cluster: LocalCluster) -> dict[int, int]:
-    """By the index of a server, its rank."""
+    """Return the rank of each server, by its index."""
     members = {m.address: m.rank for m in cluster.status().membership.shards}
     return {index: members[cluster.address_of(Role.SHARD, index)] for index in range(SERVERS)}
 
@@ -165,7 +165,7 @@ def run(flips: int, steps: int, seed: int, directory: Path, *, prints: bool = Fa
 
 
 def main() -> int:
-    """See the module."""
+    """Run the campaign; returns 1 if a flip was not found or not named rightly, or something was found falsely."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=10_000, help="without a flip, afterwards")

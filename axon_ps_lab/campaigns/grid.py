@@ -13,7 +13,7 @@ from axon_ps_lab.faults.fault import Fault, Means
 
 LEASE_S = 1.0
 PATIENCE_S = LEASE_S + 2.0
-"""Nobody waits longer than this after a fault has healed."""
+"""No worker waits longer than so many seconds after a fault has healed."""
 
 
 class Victim(Enum):
@@ -62,16 +62,16 @@ STRIKES = {
 """The faults, by the names that cases have of them."""
 
 CUT_OFF = (Victim.WORKER, Victim.SHARD)
-"""Those that have servers of whom they can be cut off."""
+"""The victims that can be cut off from a shard server."""
 
 CALLING = (Moment.GATHER, Moment.PUSH, Moment.DECISION)
-"""The moments at which they are: while one of them reads, writes, or waits for the other's step."""
+"""The moments of a cut: one of the two reads, writes, or waits for the other's step."""
 
 DECIDING = (Moment.PUSH, Moment.DECISION, Moment.BETWEEN_STEPS)
-"""The moments at which they strike: elsewhere the coordinator knows no more and no less."""
+"""The moments of faults of the state: at others the coordinator knows no more and no less."""
 
 MOMENTS = tuple(moment for moment in Moment if moment not in (Moment.RESTORE, Moment.REMOVE))
-"""Those of a step; the two others are all_killed.py's."""
+"""The moments of a step; the two others are those of `all_killed`."""
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
 
@@ -106,7 +106,7 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """Whether a replica is a node of two workers."""
+        """True if a replica is a node of two workers."""
         return self.strategy == "HYBRID_SHARD"
 
     @property
@@ -118,12 +118,12 @@ class Case:
 
     @property
     def restores(self) -> bool:
-        """Whether parameters are lost, and an operator restores them."""
+        """True if parameters are lost, and an operator restores them."""
         return Victim.SHARD in self.struck and self.fault is Fault.KILL and self.replication == 1
 
     @property
     def struck(self) -> tuple[Victim, ...]:
-        """The kinds of process."""
+        """The kinds of process that are struck."""
         both = {Victim.BOTH: (Victim.COORDINATOR, Victim.WORKER), Victim.SERVICES: (Victim.COORDINATOR, Victim.SHARD)}
         return both.get(self.target, (self.target,))
 
@@ -150,7 +150,7 @@ class Case:
 
 
 def cannot_occur(case: Case) -> str:
-    """Why a combination cannot be had; empty when it can."""
+    """Return the reason why a combination cannot occur; empty if it can."""
     if case.fault is Fault.CUT:
         if case.target not in CUT_OFF:
             return "one member is cut off from one server"
@@ -163,7 +163,7 @@ def cannot_occur(case: Case) -> str:
 
 
 def all_cases() -> tuple[Case, ...]:
-    """Every combination, those that cannot occur too."""
+    """Return every combination, also those that cannot occur."""
     return tuple(
         Case(
             target=target, struck_by=struck_by, moment=moment, strategy=strategy, direct=direct, replication=replication
@@ -175,15 +175,15 @@ def all_cases() -> tuple[Case, ...]:
 
 
 def possible_cases() -> tuple[Case, ...]:
-    """Those that can occur."""
+    """Return the combinations that can occur."""
     return tuple(c for c in all_cases() if not cannot_occur(c))
 
 
 def pairwise(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Few of the cases in which every pair of values of two dimensions occurs that occurs in any.
+    """Return few of the cases, in which every pair of values of two dimensions occurs that occurs in any case.
 
-    Greedy, and the same each time: always the case with the most pairs that are still missing. Of equals the first in
-    an order without pattern, so that the sample says something about combinations of three, too.
+    The choice is greedy, and the same each time: the next case is that with the most pairs that are still missing. Of
+    equals it is the first in a random order, so that the sample has various combinations of three, too.
     """
     missing = set().union(*map(_pairs, cases))
     left, chosen = random.Random(14).sample(cases, len(cases)), []

@@ -1,9 +1,8 @@
 """The grid of faults: `make lab NAME=faults`, or `make lab NAME=faults ARGS='worker*sigkill*'` for a part of it.
 
-Several cases run side by side, since most of their time is waiting. What came of each is appended to a file of results;
-a run that was broken off goes on where it was. A case in which the only thing wrong is that somebody was late (or did
-not end, while this process did not get to run for a third of a lease) is tried once more by itself: that says something
-about the machine.
+Several cases run side by side, since most of their time is waiting. The outcome of each is appended to a file of
+results; a run that was interrupted goes on where it was. A case in which workers were only late (or did not end, while
+this process did not run for a third of a lease) is tried once more by itself, since the machine may have been busy.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ RESULTS = Path(__file__).resolve().parents[2] / "build" / "faults" / "results.js
 
 
 def chosen(patterns: list[str], *, sample: bool) -> list[Case]:
-    """The cases whose names match a pattern ("*" at its end is understood); all without one."""
+    """Return the cases whose names match a pattern ("*" at its end is implied); all without one."""
     cases = pairwise(possible_cases()) if sample else possible_cases()
     wanted = [p if p.endswith("*") else f"{p}*" for p in patterns] or ["*"]
     return [c for c in cases if any(fnmatch.fnmatchcase(c.name, p) for p in wanted)]
 
 
 def known(results: Path) -> dict[str, dict[str, Any]]:
-    """The results of earlier runs, by case; the newest counts."""
+    """Return the results of earlier runs, by case; the newest counts."""
     if not results.exists():
         return {}
     return {r["name"]: r for r in map(json.loads, results.read_text().splitlines())}
 
 
 def write(results: Path, outcome: CaseOutcome) -> None:
-    """Append an outcome; what everybody wrote goes to a file beside it."""
+    """Append an outcome; if it has problems, the output of all processes goes to a file beside it."""
     record = as_json(outcome)
     logs = record.pop("logs")
     with open(results, "a", encoding="utf-8") as file:
@@ -54,7 +53,7 @@ def write(results: Path, outcome: CaseOutcome) -> None:
 
 
 def play(cases: list[Case], jobs: int, results: Path) -> None:
-    """Run cases side by side, then those that were only late by themselves."""
+    """Run cases side by side, then, one at a time, those that were only late."""
     late: list[Case] = []
     began = time.monotonic()
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
@@ -78,7 +77,7 @@ def play(cases: list[Case], jobs: int, results: Path) -> None:
 
 
 def table(records: dict[str, dict[str, Any]]) -> list[str]:
-    """The number of cases that are well, by target and fault, and the longest wait."""
+    """Return the lines with the number of cases that are well, by target and fault, and the longest wait."""
     well: collections.Counter[tuple[str, str]] = collections.Counter()
     all_: collections.Counter[tuple[str, str]] = collections.Counter()
     for name, record in records.items():
@@ -97,7 +96,7 @@ def table(records: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    """0 when every case that was asked for is well."""
+    """Run the cases asked for; returns 0 if all of them are well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="*", help="patterns of names, such as 'worker*sigkill*forward*'")
     parser.add_argument("--jobs", type=int, default=4 * (os.cpu_count() or 1), help="cases side by side")

@@ -3,7 +3,8 @@
     python -m axon_ps_lab.campaigns.group_soak [--calls 10000] [--backends shm grpc hierarchical]
 
 Three ranks; ranks 0, 1, 2 are one group and 2, 1 the other, each used by a thread of its own. Every result is checked,
-and the resident memory of every rank and every shard server is compared after a tenth of the calls and at the end.
+and the resident memory is compared: that of every rank after a tenth of the calls and at the end, that of every shard
+server before the calls and at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MOST_GROWTH_BYTES = 8 << 20
 
 
 def use(group: ProcessGroup, rounds: int) -> int:
-    """Make the calls of one group; how many rounds were wrong."""
+    """Make the calls of one group; returns the number of wrong rounds."""
     wrong = 0
     rank, n = group.rank, group.world_size
     for i in range(rounds):
@@ -37,7 +38,7 @@ def use(group: ProcessGroup, rounds: int) -> int:
 
 
 def worker(calls: int) -> tuple[int, int]:
-    """One rank; how many rounds were wrong, and by how many bytes its memory grew."""
+    """Run one rank; returns the number of wrong rounds, and the bytes by which its memory grew."""
     with axon_ps.World.init(timeout_s=300.0) as world:
         groups = [world.new_group([0, 1, 2]), world.new_group([2, 1])]
         mine = [g for g in groups if g.contains(world.rank)]
@@ -56,7 +57,7 @@ def worker(calls: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Runs every backend; exit code 1 when something was wrong."""
+    """Run every backend; exits with 1 if something was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=10_000, help="collectives of both groups together")
     parser.add_argument("--backends", nargs="+", default=["shm", "grpc"])

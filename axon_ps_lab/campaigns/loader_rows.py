@@ -1,4 +1,4 @@
-"""The data set of `loader_worker`: apart from it, as a process that was not forked imports what it unpickles."""
+"""The data set of `loader_worker`, in a separate module: a process that was not forked imports it to unpickle it."""
 
 from __future__ import annotations
 

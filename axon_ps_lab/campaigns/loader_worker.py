@@ -1,4 +1,4 @@
-"""A worker that trains from loaders: every way of sharing, every start method, and what a fork of it may not do."""
+"""A worker that trains from loaders: all ways of sharing, all start methods, and calls that its forks may not make."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = ("fsdp", "ddp", "axon")
 WITHOUT_SHARED_MEMORY = {"AXON_PS_DIRECT_MEMORY": "0", "AXON_PS_BACKEND": "grpc"}
 
 HARMLESS = ("nothing", "leave a block", "drop everything")
-"""What a fork may do."""
+"""The tries of `refusals` that a fork may make."""
 _END_S = 120
 
 Step = Callable[[Tensor], None]
@@ -80,7 +80,7 @@ def epoch(loader: DataLoader[Tensor], step: Step) -> None:
 
 
 def loader(workers: int, method: str, deadly: int = -1, **options: Any) -> DataLoader[Tensor]:
-    """A loader without torch's warning about the number of cores."""
+    """Return a loader without torch's warning about the number of cores."""
     with warnings.catch_warnings(action="ignore"):
         return DataLoader(
             Rows(deadly),
@@ -92,7 +92,7 @@ def loader(workers: int, method: str, deadly: int = -1, **options: Any) -> DataL
 
 
 def children() -> list[str]:
-    """Command lines of what this process has started, but for what multiprocessing keeps until its end."""
+    """Return the command lines of child processes, except those that multiprocessing keeps until its end."""
     found = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     lines = [" ".join(p.cmdline()) for p in found]
     return [line for line in lines if "resource_tracker" not in line and "forkserver" not in line]
@@ -107,7 +107,7 @@ def wait_for_no_children() -> None:
 
 
 def runs(kind: str, cases: list[tuple[int, str]], times: int) -> dict[str, int]:
-    """Train from a new loader `times` times for each (workers, start method); how many runs of each went well."""
+    """Train from a new loader `times` times for each (workers, start method); returns the good runs of each."""
     multiprocessing.set_forkserver_preload(["torch"])
     well: dict[str, int] = {}
     with trainer(kind) as step:
@@ -120,7 +120,7 @@ def runs(kind: str, cases: list[tuple[int, str]], times: int) -> dict[str, int]:
 
 
 def killed(kind: str, method: str) -> str:
-    """Train until a worker of the loader is killed; what torch says of that."""
+    """Train until a worker of the loader is killed; returns the text of torch's error, "" without one."""
     with trainer(kind) as step:
         try:
             # prefetch_factor: torch cannot read a batch that a dead worker has sent, unless it was forked
@@ -135,7 +135,7 @@ def killed(kind: str, method: str) -> str:
 
 
 def others(kind: str) -> None:
-    """Persistent workers, pinned memory, pools, subprocesses: all of them with a step between."""
+    """Use persistent workers, pinned memory, a pool and a subprocess, with steps between."""
     with trainer(kind) as step, warnings.catch_warnings(action="ignore"):
         data = loader(2, "fork", persistent_workers=True, pin_memory=True)
         epoch(data, step)
@@ -151,7 +151,7 @@ def others(kind: str) -> None:
 
 
 def outlived() -> float:
-    """Rank 1 dies and a fork of it does not; on rank 0: after how many seconds the membership says so."""
+    """Kill rank 1 and not its fork; returns, on rank 0, the seconds until the membership says so."""
     world = axon_ps.World.init()
     if world.rank == 1:
         pid = os.fork()
@@ -171,7 +171,7 @@ def outlived() -> float:
 
 
 def in_a_fork(what: Callable[[], Any]) -> str:
-    """The error that `what` raises in a fork of this process, which then ends in order; "" when it raises none."""
+    """Return the error that `what` raises in a fork of this process, which then ends in order; "" = none."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -201,7 +201,7 @@ def in_a_fork(what: Callable[[], Any]) -> str:
 
 
 def refusals() -> dict[str, str]:
-    """The errors that forks of a worker get, by what they try."""
+    """Return the errors that forks of a worker get, by their tries."""
     world = axon_ps.World.init()
     replicated = DistributedDataParallel(nn.Linear(4, 4), world.default_group)
     model = FullyShardedDataParallel(nn.Linear(4, 300), world.default_group)

@@ -1,9 +1,10 @@
 """`make lab NAME=loaders`: training from data loaders, 20 runs of each cell, and the errors when a loader worker dies.
 
-Cells: loaders with 0, 1 and 4 workers x fork, spawn and forkserver x FSDP, DDP and PyTorch's own DDP over the backend
-"axon" x with and without shared memory. A run is a new loader, and so new processes, for an epoch of training steps on
-two ranks; each rank does half of the runs. A run is well when every batch is right, every step done and no process
-left. Besides, a worker of a loader is killed in every kind and start method, and forks of a program try everything.
+The cells are loaders with 0, 1 and 4 workers x fork, spawn and forkserver x FSDP, DDP and PyTorch's own DDP over the
+backend "axon" x with and without shared memory. A run is a new loader, and so new processes, for an epoch of training
+steps on two ranks; each rank does half of the runs. A run is well when every batch is right, every step done and no
+process left. Besides, a worker of a loader is killed in every kind and start method, and forks of a program try
+everything.
 
     python -m axon_ps_lab.campaigns.loaders [--runs 20] [--kind fsdp] [--method fork]
 """
@@ -26,7 +27,7 @@ _LIMIT_S = 1800.0
 
 
 def cases_of(kind: str, methods: Sequence[str], times: int) -> bool:
-    """All cells of one kind; whether all of them went well."""
+    """Run all cells of one kind; returns True if all of them went well."""
     good = True
     cases = [*([(0, "fork")] if "fork" in methods else []), *((n, method) for n in (1, 4) for method in methods)]
     for memory, environment in MEMORY.items():
@@ -45,7 +46,7 @@ def cases_of(kind: str, methods: Sequence[str], times: int) -> bool:
 
 
 def deaths_of(kind: str, methods: Sequence[str]) -> bool:
-    """A loader worker is killed; whether torch's own error comes of it."""
+    """Kill a loader worker with each start method; returns True if torch's own error results."""
     good = True
     for method in methods:
         with LocalCluster(shards=1) as cluster:
@@ -57,7 +58,7 @@ def deaths_of(kind: str, methods: Sequence[str]) -> bool:
 
 
 def refusals() -> bool:
-    """A program whose forks try everything and end as programs do."""
+    """Run a program whose forks try everything; returns True if all but the harmless tries raise `Misuse`."""
     with LocalCluster(shards=1) as cluster:
         (result,) = cluster.run_workers(Path(loader_worker.__file__), timeout_s=300.0)
     messages: dict[str, str] = json.loads(result.output.splitlines()[-1])
@@ -69,7 +70,7 @@ def refusals() -> bool:
 
 
 def main() -> int:
-    """0 when every run was well."""
+    """Run the campaign; returns 0 if every run was well."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--kind", choices=loader_worker.KINDS, action="append", help="only this one; may be repeated")

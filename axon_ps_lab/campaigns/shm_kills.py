@@ -1,9 +1,8 @@
 """200 random kills of ranks that share memory: `make lab NAME=shm-kills`, about a minute.
 
-Each round forks 2 to 4 ranks, which do collectives and messages on ordinary and on registered arrays, and kills one of
-them, several, or all with SIGKILL, at a random moment from before they met to long after. Each survivor has to say
-within a second who died, and afterwards nothing may be left: no file in /dev/shm, no process, no key in the store
-unless its first rank died before it could clear it.
+Each round forks 2 to 4 ranks, which do collectives and messages on ordinary or on registered arrays, and kills one of
+them or all with SIGKILL, at a random moment from before they met to long after. Each survivor has to name the dead rank
+within a second. Afterwards no file may be left in /dev/shm, and no key in the store unless the first rank died.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from axon_ps_lab.campaigns.shm_ranks import DirectoryStore, Rank, context
 
 
 def work(path: str, rank: int, n: int, numel: int, registered: bool, slot_bytes: int, reports: Connection) -> None:
-    """Collectives and messages without end; reports the error that ends them."""
+    """Make collectives and messages without end; reports the error that ends them."""
     try:
         backend = SharedMemoryBackend(
             context(DirectoryStore(Path(path)), rank, n, timeout_s=5.0), slot_bytes=slot_bytes
@@ -55,7 +54,7 @@ def work(path: str, rank: int, n: int, numel: int, registered: bool, slot_bytes:
 
 
 def one_round(chance: random.Random) -> str:
-    """One group and its deaths; returns what went wrong, "" when nothing did."""
+    """Run one group and kill ranks of it; returns a description of the mistake, "" without one."""
     n = chance.randint(2, 4)
     numel = chance.choice([10, 50_000, 1_000_000])
     registered, slot_bytes = chance.random() < 0.5, chance.choice([0, 8192])
@@ -98,7 +97,7 @@ def one_round(chance: random.Random) -> str:
 
 
 def main() -> int:
-    """Run all rounds; 1 when anything went wrong."""
+    """Run all rounds; returns 1 if anything went wrong, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

@@ -47,7 +47,7 @@ class DirectoryStore:
 
 
 def context(store: Any, rank: int, n: int, *, name: str = "test", timeout_s: float = TIMEOUT_S) -> GroupContext:
-    """World ranks are ten more than positions, so that messages show which of the two they name."""
+    """Return the context of a rank. World ranks are positions + 10, so messages show which of the two they name."""
     members = tuple(Member(role=Role.WORKER, rank=10 + r, incarnation=f"{r:032x}", node="here") for r in range(n))
     return GroupContext(
         name=name, rank=rank, ranks=tuple(m.rank for m in members), members=members, store=store, timeout_s=timeout_s
@@ -55,7 +55,7 @@ def context(store: Any, rank: int, n: int, *, name: str = "test", timeout_s: flo
 
 
 class Rank:
-    """The backend of one rank, with the calls counted, and an oracle for their results."""
+    """The backend of one rank, with its calls counted."""
 
     def __init__(self, backend: SharedMemoryBackend, registered: bool = False) -> None:
         self.backend, self.registered = backend, registered
@@ -67,7 +67,7 @@ class Rank:
         return Call(sequence=self.calls - 1, operation=operation, dtype=dtype, counts=counts, **rest)
 
     def array(self, values: Array, dtype: DType) -> Array:
-        """The values where this rank keeps its arrays."""
+        """Return an array with these values, in shared memory if the rank's arrays are registered."""
         array = self.backend.empty_shared(values.shape, dtype) if self.registered else np.empty_like(values)
         array[:] = values
         return array

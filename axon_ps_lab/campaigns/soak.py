@@ -2,8 +2,8 @@
 
 Three workers train on two servers without end; two of them are enough to go on. Again and again a random process is
 struck at a random moment; then the job has to commit within the promised time. Every 50 faults a checkpoint is taken
-and compared, bit by bit, with plain torch over the workers that took part in each committed step. In the end: how long
-it took from fault to next commit, and whether the memory of every process that lived long enough was flat.
+and compared, bit by bit, with plain torch over the workers that took part in each committed step. In the end the times
+from fault to next commit are printed, and whether the memory of every process that lived long enough was flat.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ PAUSE_S = 0.02
 TIMEOUT_S = 120.0
 WEIGHED_EVERY = 5
 HANG_S = PATIENCE_S + 30.0
-"""After healing; a job that is merely late is counted, and the soak goes on."""
+"""Seconds after healing; a job that is merely late is counted, and the soak goes on."""
 
 WEIGHTS = {
     Strike(Fault.KILL): 3, Strike(Fault.FREEZE, 0.3 * LEASE_S): 4, Strike(Fault.FREEZE, 1.5 * LEASE_S): 2,
     Strike(Fault.RESET): 6, Strike(Fault.HALF_CLOSE): 4, Strike(Fault.BLACK_HOLE, 1.5 * LEASE_S): 1,
     Strike(Fault.DELAY, 0.3): 3, Strike(Fault.RESETS, 0.5): 2,
 }  # fmt: skip
-"""The faults and how frequent they are: as in the grid, but short, since their number matters here."""
+"""The faults and their frequencies: as in the grid, but short, since their number matters here."""
 
 MOMENTS = (Moment.GATHER, Moment.FORWARD, Moment.BACKWARD, Moment.PUSH, Moment.VOTE, Moment.BETWEEN_STEPS)
 
@@ -68,10 +68,10 @@ class Soak:
     """One run.
 
     Args:
-        cluster: a running one.
-        strategy: how it trains.
-        chance: the dice.
-        faults: how many there will be; in the second half some processes are not killed, so that their memory tells.
+        cluster: the cluster, which runs.
+        strategy: the sharding strategy.
+        chance: of all random choices.
+        faults: number of faults; in the second half some processes are not killed, so that their memory can be judged.
     """
 
     def __init__(self, cluster: FaultyCluster, strategy: str, chance: random.Random, faults: int) -> None:
@@ -100,12 +100,12 @@ class Soak:
     # ------------------------------------------------------------------ what happened
 
     def _attempts(self) -> list[ExactAttempt]:
-        """Those written since the last call, in time order."""
+        """Return the attempts written since the last call, in time order."""
         found = [ExactAttempt(**note) for path in self._files for note in self._notes.new(path)]
         return sorted(found, key=lambda a: a.ended)
 
     def commit_since(self, moment: float, limit_s: float) -> float:
-        """When somebody committed a step that ended after `moment`; 0 when none did for `limit_s` seconds."""
+        """Return the time at which a worker committed a step after `moment`; 0 if none did for `limit_s` seconds."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             first = 0.0
@@ -133,7 +133,7 @@ class Soak:
     # ------------------------------------------------------------------ faults
 
     def fault(self) -> bool:
-        """One fault; False when the job did not go on."""
+        """Inject one fault; returns False if the job did not go on."""
         self._faults += 1
         what = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         who = self._chance.choice([Victim.WORKER, Victim.WORKER, Victim.SHARD, Victim.COORDINATOR, Victim.BOTH])
@@ -166,7 +166,7 @@ class Soak:
         return everybody < HANG_S
 
     def _all_commit_since(self, healed: float) -> float:
-        """Seconds from healing until a step of all workers was committed."""
+        """Return the seconds from healing until a step of all workers was committed."""
         while (waited_s := time.monotonic() - healed) < HANG_S:
             if self._all_committed > healed:
                 return self._all_committed - healed
@@ -231,7 +231,7 @@ class Soak:
         self.facts.verified += 1
 
     def print_problems(self) -> None:
-        """Print what was found wrong since the last time; a run is long."""
+        """Print the problems found since the last call; a run is long."""
         for problem in self.facts.problems[self._printed :]:
             print(f"WRONG: {problem}", flush=True)
         self._printed = len(self.facts.problems)
@@ -247,7 +247,7 @@ class Soak:
 
 
 def _private_bytes(pid: int) -> int:
-    """Memory that is a process's alone, with its share of what it shares with others that still run."""
+    """Return the bytes that a process alone has written, and its share of swapped memory; 0 = it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -256,7 +256,7 @@ def _private_bytes(pid: int) -> int:
 
 
 def report(facts: Facts, faults: int, minutes: float) -> int:
-    """Print what came of it; how much is wrong."""
+    """Print the results; returns the number of problems and of late commits."""
     times = sorted(t for kind in facts.to_commit_s.values() for t in kind)
     print(f"\n{faults} faults in {minutes:.1f} min; {facts.verified} comparisons with plain torch, bit by bit")
     for kind, some in sorted(facts.to_commit_s.items()):
@@ -289,7 +289,7 @@ def report(facts: Facts, faults: int, minutes: float) -> int:
 
 
 def main() -> int:
-    """0 when all was well."""
+    """Run the campaign; returns 0 if all was well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=20)

@@ -78,8 +78,8 @@ class Job:
     Attributes:
         coordinator: its "host:port"; empty = that of --coordinator or AXON_PS_COORDINATOR.
         pid_files: by role, files that contain one process id each; they are read again before every fault. Processes
-            of a role without files are found by the address they listen on, if it is on this host. Workers listen on no
-            address.
+            of a role without files are found by the address they listen on, if it is on this host. Workers do not
+            listen.
         checkpoint_dir: directory of the job's checkpoints, for `truncated_file`.
     """
 

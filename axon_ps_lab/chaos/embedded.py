@@ -223,7 +223,7 @@ class EmbeddedJob:
     # ------------------------------------------------------------------ memory, and the end
 
     def weigh(self, number: int) -> None:
-        """Note the resident bytes of every process, after the fault of that number."""
+        """Note the resident bytes of services and of workers that train, after the fault of that number."""
         self._cluster.trim_memory()
         services = [self._process("coordinator", 0), *(self._process("shard", i) for i in range(self._options.shards))]
         for process in (*services, *(w.process for w in self._workers if self._is_working(w))):

@@ -105,7 +105,7 @@ class Events:
         signs: the coordinator's reports, by time.
         commits: committed steps, by time.
         attempts: attempts of all workers.
-        aborted: times at which steps were aborted.
+        aborted: times at which aborted attempts were read from the workers' notes.
         memory: by process, pairs of a fault's number and the resident bytes at that fault.
         ends: workers that ended though no fault killed them, with the reason.
     """

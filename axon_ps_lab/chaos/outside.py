@@ -104,6 +104,7 @@ class RunningJob:
 
         Raises:
             InvalidRequest: it cannot strike a job that the campaign has not started.
+            ConfigurationError: its process is not found on this host, or belongs to another user.
         """
         time.sleep(fault.after_s)
         if fault.kind is Fault.TRUNCATED_FILE:

@@ -76,7 +76,7 @@ def run_outside(campaign: Campaign, coordinator: str, security: Security, name: 
         emit: called with a line for every fault.
 
     Raises:
-        ConfigurationError: no coordinator is given, or processes of the job are not found.
+        ConfigurationError: no coordinator is given.
         Unreachable: the coordinator does not answer.
     """
     assert isinstance(campaign.target, Job)

@@ -102,7 +102,7 @@ class Result:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True once Ctrl-C was pressed.
+    """Yield a function that returns True once Ctrl-C was pressed; outside the main thread it returns False.
 
     The `KeyboardInterrupt` itself is lost where Python ignores exceptions: in a finalizer or a callback of C code.
     """

@@ -29,7 +29,7 @@ class WorkerNotes:
         self.newest = 0.0
 
     def is_working(self, number: int) -> bool:
-        """Return True if a worker has begun to train."""
+        """Return True if a worker has joined the job."""
         return self._path(training.NOTES, number).exists()
 
     def is_ready(self, number: int) -> bool:

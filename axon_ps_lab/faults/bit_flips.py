@@ -117,7 +117,7 @@ class Slices:
 
 
 def flip(directory: Path, pid: int, seed: int, arrays: Iterable[str] = ()) -> Flip | None:
-    """Change a bit in a shard server; None if the server holds nothing that a coming commit reads.
+    """Change a bit in a shard server; None if it holds nothing that a coming commit reads, or has applied no step yet.
 
     Args:
         directory: the server's `AXON_PS_BIT_FLIPS`.

@@ -139,6 +139,9 @@ class FaultyCluster(LocalCluster):
             target: a function at the top of a module.
             args: its arguments.
             env: further variables.
+
+        Raises:
+            InvalidRequest: the function is not at the top of a module.
         """
         environment = self.env(rank) | dict(env or {})
         if (found := ByName.of(target)) is None:

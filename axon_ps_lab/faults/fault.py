@@ -1,6 +1,6 @@
 """`Fault`: the faults of campaigns, of the grid, of the soak and of proxies, by one name each, and their traits.
 
-A new kind of fault is a member of `Fault` and its row of `TRAITS`; `driver` strikes by it. No other module lists kinds.
+A new kind of fault is a member of `Fault` and its row of `TRAITS`; `driver` strikes by it. No other module lists all.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class TcpProxy:
 
     Attributes:
         address: "host:port" where clients connect.
-        upstream: (host, port) of the server; may be changed. None = there is no server: clients are refused.
+        upstream: (host, port) of the server; may be changed. None = there is no server: connections are reset.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, upstream: tuple[str, int] | None) -> None:

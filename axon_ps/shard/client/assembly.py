@@ -81,7 +81,7 @@ class ArrivingVersion:
             self._position.pop(number, None)
 
     def put(self, header: common_pb2.Chunk, payload: memoryview, expected: Collection[int]) -> int:
-        """Take a chunk; returns the number of its elements in the payload.
+        """Take a chunk; returns the size of its payload, in elements.
 
         Args:
             header: of the chunk.

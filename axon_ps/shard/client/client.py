@@ -309,7 +309,7 @@ class ShardGroup:
         Raises:
             InvalidRequest: unit, replica, range or `grad` do not fit the job.
             GenerationChanged: the step is lost, and with it all that was pushed.
-            StepAborted: the step ended without a commit.
+            StepAborted: the step ended without a commit, or its slices have moved.
             Timeout: an owner was not reached, or a replica before this one did not push in time.
 
         After an error: the servers may have some or all of it. Pushing the same gradient again in the same step and

@@ -53,9 +53,9 @@ class Mappings:
             span: the span of the call.
 
         Returns:
-            The mapping; None if the unit must be gathered: it is on another host or on several servers, is sent
-            compressed or as another dtype, or replicas step asynchronously. See `same_host.shared_copy`, Note: [When a
-            mapped unit may change].
+            The mapping; None if the unit must be gathered: it is on another host or on several servers, there is no
+            memory for it, it is sent compressed or as another dtype, or replicas step asynchronously. See
+            `same_host.shared_copy`, Note: [When a mapped unit may change].
 
         Raises:
             InvalidRequest: there is no such unit.

@@ -62,8 +62,10 @@ class Routes:
         return held
 
     def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
-        """Return True if elements [begin, end) are known to be on servers that share memory with this one. Any
-        thread."""
+        """Return True if elements [begin, end) are known to be uncompressed, in memory shared with their servers.
+
+        Any thread.
+        """
         spec, placement = self.spec, self.placement
         if spec is None or placement is None or spec.precision.param_compression is not None:
             return False

@@ -71,7 +71,7 @@ class ModelSubscriber:
             version.
 
     Attributes:
-        values: the version pulled last.
+        values: the version pulled last; None if there is none, or the model has another layout since.
         counters: pulls, failed attempts, versions given up, bytes and chunks received.
     """
 
@@ -119,7 +119,7 @@ class ModelSubscriber:
             PermissionDenied: wrong token or job.
             Misuse: the model was released.
 
-        After an error: `values` are unchanged.
+        After an error: `values` are unchanged, or None if the model has another layout.
         """
         attempt: ArrivingVersion | None = None
         pause_s, failure = _FIRST_PAUSE_S, "no version came"

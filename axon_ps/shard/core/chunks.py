@@ -1,6 +1,6 @@
 """The chunks of one slice: where each begins in the unit and in the slice's arrays. Pure.
 
-Each message carries one chunk. A chunk is cut into blocks, which are the ranges checked for changed bits.
+Each message with values carries one chunk. A chunk is cut into blocks, which are the ranges checked for changed bits.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ Note: [Parameters as differences]
     exactly, and their frames are f32. A frozen slice has no `sent`, since its master changes in no other way.
 
     Workers would detect failing memory, but four bits could not correct a large error. So a digest of each chunk of
-    `sent` is compared before the chunk is used or sent. If it does not match, `sent` is set to the master, and that
-    chunk's frame is f32.
+    `sent` is compared before the chunk is changed or sent. If it does not match, the chunk is set to the master's
+    values, and its frame is f32.
 
     A speculative frame does not change `sent`. If the step commits as expected, the frame becomes that of the commit
     and is added to `sent`. The bits are the same as if it were made then.

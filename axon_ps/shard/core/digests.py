@@ -34,7 +34,7 @@ class Corruption:
     """A block does not hold what was written to it.
 
     Attributes:
-        array: "param", "gradient" or the name of a moment.
+        array: "param", "gradient", "sent" or the name of a moment.
         unit: the unit.
         begin: its first element, counted from the unit's start.
         end: one past its last element.

@@ -5,8 +5,8 @@ of each chunk (summed, duplicate, must wait), when the step is ready, the chunks
 shell (`shard.server.shell`) does the rest: it waits, applies chunks in threads and talks to the coordinator.
 
 Invariants:
-- The version changes only by a committed decision (by one step) or by a restore. Every unit reaches it when its apply
-  has finished, or at once if the unit is not changed.
+- The version changes by a committed decision (by one step), by a restore, or by a membership while no slice here has
+  values. Every unit reaches it when its apply has finished, or at once if the unit is not changed.
 - An engine is of one model; it knows of no other.
 - A backup holds the same bits as the primary of the same slice (`shard.core.slices`).
 - A step is named by (generation, step), or by (generation, replica, clock) if replicas step asynchronously. Its sums
@@ -214,7 +214,7 @@ class ShardEngine:
             )
 
     def set_replicas(self, num_replicas: int) -> None:
-        """Set the number of replicas of this generation, before any has pushed. Sums are dropped."""
+        """Set the number of replicas of this generation, and drop all sums."""
         self.expected.forget()
         self.gradients.begin(self.generation, self.step, num_replicas)
 
@@ -234,6 +234,7 @@ class ShardEngine:
 
         Raises:
             InternalError: it commits a step whose gradients are not all here, or without an optimizer.
+            InvalidRequest: a hyperparameter is not valid, or there is no attempt of that replica.
         """
         if decision.step < self.step:
             return []
@@ -334,7 +335,7 @@ class ShardEngine:
     def statistics(self) -> dict[str, float]:
         """Return counters and sizes by name.
 
-        They are: streams and bytes in and out, encodings, duplicates, waits, steps by outcome; payload bytes of sums
+        Some are: streams and bytes in and out, encodings, duplicates, waits, steps by outcome; payload bytes of sums
         forwarded to backups and received from primaries, and of slices copied; versions published to subscribers,
         chunks encoded for them and sent; memory by kind (see `shard.core.slices`); generation, step, version, and
         missing chunks.

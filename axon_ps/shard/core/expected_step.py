@@ -56,9 +56,10 @@ class ExpectedStep:
             scratch: from `ShardEngine.scratch()`.
 
         Raises:
-            Misuse: there is no optimizer, or the unit is frozen.
-            InvalidRequest: there is no such group, or another worker expects other hyperparameters.
+            Misuse: there is no optimizer, the unit is frozen, or replicas step asynchronously.
+            InvalidRequest: `hypers` are not valid, or another worker expects other ones.
             StepAborted: the step ended in another way, or its result cannot be known before the decision.
+            SliceMoved: the values are corrupt.
         """
         unit, updater, gradients = owned.chunks.unit, self._optimizer.updater, self._gradients
         if updater is None or not owned.trainable:

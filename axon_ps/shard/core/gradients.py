@@ -197,7 +197,8 @@ class GradientSums:
 
         Raises:
             Broken: it differs from the message of the primary.
-            InvalidRequest: the unit is frozen, or its length is wrong.
+            Misuse: the layout is not known.
+            InvalidRequest: unit, offset, number or length is wrong, or the unit is frozen.
             SliceMoved: this server is not a backup of it.
             StepAborted: the step ended without a commit.
         """
@@ -297,7 +298,7 @@ class GradientSums:
     def ready(self, replica: int = 0) -> tuple[float, ...] | None:
         """Return the sum of squares of each primary slice here, in order; None until every chunk has every replica.
 
-        A server without trainable slices has nothing to sum and is never asked; the result is None.
+        It is also None while a slice is copied, corrupt or applied, and on a server without trainable slices.
 
         Args:
             replica: the replica of the attempt, if replicas step asynchronously.

@@ -86,7 +86,7 @@ class Master:
     Attributes:
         values: f32[slice_numel].
         state: moments by name, f32[slice_numel] each.
-        updates: optimizer updates since the slice was made or restored.
+        updates: optimizer updates since the slice was made, or since `set_updates`.
         digests: of values and moments, as they were written.
     """
 

@@ -21,7 +21,7 @@ class ServedParameters:
         counters: counters of duplicates, encodings and restores.
 
     Attributes:
-        lacking: chunks that lack first values.
+        lacking: chunks that lack values, except of slices that come from another holder.
     """
 
     def __init__(self, slices: OwnedSlices, counters: Counter[str]) -> None:
@@ -33,7 +33,7 @@ class ServedParameters:
 
     @property
     def initialized(self) -> bool:
-        """True if every owned slice has values."""
+        """True if every owned slice has values, or gets them from another holder."""
         return self._slices.num_units is not None and self.lacking == 0
 
     @property
@@ -122,7 +122,7 @@ class ServedParameters:
     def available(self, unit: int, begin: int, min_version: int) -> bool:
         """Return True if the slice of `unit` with element `begin` can be served at `min_version` or later.
 
-        The version of a frozen unit is that of its last copy.
+        Steps advance the version of a frozen unit, too.
 
         Raises:
             Misuse: the layout is not known.
@@ -137,6 +137,7 @@ class ServedParameters:
 
         Raises:
             InvalidRequest: the range does not begin and end where chunks of this server do.
+            SliceMoved: that slice is not here, or is corrupt.
         """
         owned = self._slices.of(unit, begin)
         first, last = owned.chunks.range_of(begin, end)
@@ -159,6 +160,7 @@ class ServedParameters:
 
         Raises:
             InvalidRequest: the range does not begin and end where chunks of this server do.
+            SliceMoved: that slice is not here.
         """
         owned = self._slices.of(unit, begin)
         first, last = owned.chunks.range_of(begin, end)
@@ -169,12 +171,19 @@ class ServedParameters:
         return (owned.full_frame(first, last, absent=True),)
 
     def full(self, owned: OwnedSlice, index: int) -> bytes:
-        """Return all values of a chunk if parameters are sent as differences. Only while the slice is not
-        `applying`."""
+        """Return all values of a chunk if parameters are sent as differences. Only while the slice is not `applying`.
+
+        Raises:
+            SliceMoved: its values are corrupt.
+        """
         self._counters["encodings"] += 1
         return owned.full_frame(index, index + 1, absent=False)
 
     def encode(self, owned: OwnedSlice, index: int, dtype: DType) -> bytes:
-        """Encode one chunk in another dtype. Only while the slice is not `applying`."""
+        """Encode one chunk in another dtype. Only while the slice is not `applying`.
+
+        Raises:
+            SliceMoved: its values are corrupt.
+        """
         self._counters["encodings"] += 1
         return owned.encode(index, dtype)

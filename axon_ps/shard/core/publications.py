@@ -15,9 +15,9 @@ Note: [What a publication is made of]
 
 Note: [Memory limit]
     All retained versions together take at most `max_bytes`; one is always retained. Beyond that the oldest is dropped,
-    first among those that are only a base for comparisons. A version that its subscriber has not pulled `retain_s`
-    after reserving is dropped, too. A request for a dropped version gets `Busy`; the subscriber then takes a newer
-    version.
+    first among those that are only a base for comparisons. The versions of a subscriber that has not pulled one
+    `retain_s` after the first are released, too. A request for a dropped version gets `Busy`; the subscriber then takes
+    a newer version.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Publication:
         key: as given.
         changed: the version that last changed each slice, by its number.
         frames: the encoded chunks of each slice that is encoded already, by its number.
-        dropped: whether it was dropped for newer versions.
+        dropped: whether `drop` was called.
     """
 
     def __init__(self, key: Key) -> None:

@@ -1,1 +1,1 @@
-"""Shared memory between the workers and shard servers of one host, so that no chunk goes through a socket."""
+"""Shared memory between the workers and shard servers of one host, so that large chunks do not go through a socket."""

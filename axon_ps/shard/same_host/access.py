@@ -1,4 +1,4 @@
-"""Shared memory between workers and shard servers of one host, so that no chunk goes through a socket.
+"""Shared memory between workers and shard servers of one host, so that large chunks do not go through a socket.
 
 Owns: the handshake, on both sides (`SameHostServers` in a worker or another server, `SameHostCallers` in a server).
 Refuses: to decide what is leased; transfers and the servicer do. The passing of memory is `host.host_peer`'s.
@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 class SameHostServers:
-    """A worker's view of the shard servers on its own host. On one event loop.
+    """The shard servers on the host of a worker or of another server. On one event loop.
 
     Args:
         node: name of the host; only servers with the same name are tried. "" = none.

@@ -27,6 +27,9 @@ def filled_copy(owned: OwnedSlice, dtype: DType) -> SharedCopy | None:
     """Make memory for workers with a slice's wire copy, for `OwnedSlice.map`; None if there is not enough memory.
 
     It takes long, so it must not be called on an event loop. The slice is not changed meanwhile.
+
+    Raises:
+        SliceMoved: its values are corrupt.
     """
     try:
         memory = SharedCopy(owned.chunks.numel, dtype)

@@ -79,7 +79,7 @@ class VersionPins:
         return pin
 
     def advance(self, pin: Pin, number: int) -> None:
-        """Record that the snapshot has written every slice up to `number`.
+        """Record that the reader of a pin is done with every slice up to `number`.
 
         Raises:
             CheckpointError: it took too long, and the values may have changed meanwhile.
@@ -101,7 +101,7 @@ class VersionPins:
             self._changed.notify_all()
 
     def wait_for_pins(self, number: int, version: int) -> None:
-        """Wait, before changing a slice to `version`, for snapshots of older versions that make progress."""
+        """Wait, before changing a slice to `version`, for pins of older versions; those without progress may expire."""
         if not self._pins:
             return
         with self._changed:
@@ -128,7 +128,7 @@ class VersionPins:
         self._changed.notify_all()
 
     def wait_until(self, reached: Callable[[], bool]) -> bool:
-        """Wait, before writing a slice, until it is at the snapshot's version; returns False if the server stops."""
+        """Wait, before reading a slice, until it is at the pinned version; returns False if the server stops."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or reached())
             return not self._closed

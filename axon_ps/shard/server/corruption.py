@@ -37,7 +37,7 @@ class Corruptions:
         engine: its slices.
         server: the server that it belongs to.
         epoch: returns the number of restores of the model.
-        wake: called when a slice is not served any more.
+        wake: called after corruptions were reported.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Corruptions:
         self._next = 0, 0  # slice and chunk to check with the next commit
 
     def report(self, owned: OwnedSlice) -> bool:
-        """Report the corruptions of a slice since the last call; returns True if there were any.
+        """Report the corruptions of a slice since the last call; returns True if there were any but of `sent`.
 
         Corruptions found while a step is applied to the slice are reported afterwards, since the update checks all of
         it.

@@ -2,7 +2,7 @@
 
 The server drains itself as `axon-ps drain` would: slices are handed over between steps, so workers have to train. If
 that is impossible (it is the last server, the job has no workers, the coordinator does not answer, time is up), it
-leaves with its slices, of which others have the copies.
+leaves with its slices; other servers' copies, if any, remain.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class ModelCapacity:
 
         Raises:
             OutOfMemory: there is not enough memory; the model cannot step.
+            InvalidRequest: the optimizer or a hyperparameter is unknown, or groups do not cover the layout.
         """
         engine = self._engine
         try:

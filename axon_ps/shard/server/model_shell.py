@@ -1,8 +1,8 @@
 """The shell around the engine of one model: its waits, threads and reports. All decisions are the engine's.
 
-Everything here runs on one event loop, except for the work of the apply pool and the files' thread. Events of the
-coordinator's session about the model come in through `on_event`, streams through the coroutines that the servicer
-calls. State that all models of a server share is in `shard.server.shell`.
+Everything here runs on one event loop, except for work in threads. Events of the coordinator's session about the model
+come in through `on_event`, streams through the coroutines that the servicer calls. State that all models of a server
+share is in `shard.server.shell`.
 
 Note: [In order]
     A decision may arrive while an earlier one is applied if it needs no report of this server first: replicas step
@@ -14,7 +14,8 @@ Note: [Long work]
     Work that takes long, because a slice may have GiBs, runs in a thread (`ServerShell.off_loop`), so that the event
     loop can send heartbeats and serve other calls. It is: allocating slices, hashing and encoding values, filling
     memory that workers map. Meanwhile events about the model wait behind that work, in order (`EventOrder.begin_work`):
-    no step begins, no restore begins, and no slice is added or removed. Streams go on; they change sums, not values.
+    no step begins, no restore begins, and no slice is added or removed. Streams go on; they change sums, and values
+    that are not served yet.
 """
 
 from __future__ import annotations
@@ -393,6 +394,7 @@ class ModelShell:
 
         Raises:
             GenerationChanged: the generation ended meanwhile.
+            Misuse: the model was released.
         """
         while self.values.waits_for(epoch):
             await self._waiters.wait()

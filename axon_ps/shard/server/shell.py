@@ -140,7 +140,10 @@ class ShardShell:
         return self.model().engine
 
     def statistics(self) -> dict[str, float]:
-        """Return the sum of `ShardEngine.statistics` over all models; with several models, also the memory of each."""
+        """Return the sum of `ShardEngine.statistics` over all models.
+
+        With several models, also the memory, step and version of each.
+        """
         total: Counter[str] = Counter()
         models = sorted(self._models.items())
         for number, model in models:
@@ -258,6 +261,7 @@ class ShardShell:
         """Run slow work in the files' thread, after earlier work there.
 
         Raises:
+            MemoryError: there is not enough memory.
             InternalError: it raised another error than an `AxonError`.
         """
         return await self._perform(asyncio.get_running_loop().run_in_executor(self._files, work))

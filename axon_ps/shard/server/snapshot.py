@@ -1,7 +1,7 @@
 """The slices of a shard server in a checkpoint: written from live arrays, read back at any server count.
 
-A server writes one safetensors file with the slices of which it is the primary; its format is in `storage.contents`.
-The manifest names the file of each slice.
+A server writes one safetensors file per model, with the slices of which it is the primary. Its format is in
+`storage.contents`. The manifest names the file of each slice.
 
 Reading goes by parameter name (`sharding.plan.moves_into`), so the job that restores may have another number of servers
 and other units. Everything wrong with a checkpoint is found in `prepare`, before `load` overwrites values. `load` reads
@@ -55,7 +55,7 @@ def write(
         uri: the checkpoint's directory.
         version: the version to write, which `pin` preserves.
         server: this server's number.
-        num_servers: number of shard servers of the job.
+        num_servers: number of servers that the plan cuts units over.
         pins: the pins, by which applies wait for this snapshot slice by slice.
         pin: the pin of this snapshot.
         throttle: the limit of the writing rate.

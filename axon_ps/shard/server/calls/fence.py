@@ -1,7 +1,7 @@
 """The calls that a shard server takes: those of members, once it knows what their callers know.
 
 A caller may have learned of a generation or placement before this server, which then waits for the news. The waits end
-in time, since a caller that is wrong may name what never comes.
+in time, since a wrong caller may name a generation that never comes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from axon_ps.types import Member, Membership
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 MAX_MEMBER_CALLS: Final = 1024
-"""Gathers, pushes and uploads of one worker that may be under way at a time."""
+"""Gathers and pushes of one worker that may be under way at a time."""
 
 
 class Fence:
@@ -64,6 +64,9 @@ class Fence:
             PermissionDenied: another job, or not a worker of the generation it names.
             GenerationChanged: the caller's generation is over.
             Misuse: the model was released.
+            InvalidRequest: its generation or placement is too far ahead of the job's.
+            Busy: there is no memory for the model here.
+            Broken: this server has not learned of them in time, or the caller is of another state of the job.
         """
         model = await self._fence(context)
         member = model.members.get(context.incarnation)
@@ -80,6 +83,9 @@ class Fence:
             PermissionDenied: another job, or not a shard server of the generation it names.
             GenerationChanged: the caller's generation is over.
             Misuse: the model was released.
+            InvalidRequest: its generation or placement is too far ahead of the job's.
+            Busy: there is no memory for the model here.
+            Broken: this server has not learned of them in time, or the caller is of another state of the job.
         """
         model = await self._fence(context)
         member = self._servers.get(context.incarnation)

@@ -62,6 +62,7 @@ class Reads:
         Raises:
             InvalidRequest: the version is too far ahead of the model's.
             GenerationChanged: the generation ended meanwhile.
+            Misuse: the model was released meanwhile.
             StepAborted: the parameters are of a later epoch.
             SliceMoved: the slice is not here.
         """
@@ -88,6 +89,7 @@ class Reads:
         Raises:
             InvalidRequest: the range does not begin and end where chunks of this server do.
             GenerationChanged: the generation ended meanwhile.
+            Misuse: the model was released meanwhile.
             SliceMoved: the slice is not here, or is corrupt.
         """
         parameters = self._engine.parameters
@@ -106,6 +108,7 @@ class Reads:
 
         Raises:
             GenerationChanged: the generation ended meanwhile.
+            Misuse: the model was released meanwhile.
             SliceMoved: the slice is not here any more.
         """
         engine = self._engine
@@ -129,6 +132,7 @@ class Reads:
 
         Raises:
             GenerationChanged: the generation ended meanwhile.
+            Misuse: the model was released meanwhile.
             SliceMoved: the slice is not here.
         """
         while (owned := self._engine.slices.of(unit, begin)).applying or not self._engine.parameters.available(
@@ -143,7 +147,9 @@ class Reads:
 
         Raises:
             InvalidRequest: there is no such slice.
-            SliceMoved: it is not here.
+            GenerationChanged: the generation ended meanwhile.
+            Misuse: the model was released meanwhile.
+            SliceMoved: it is not here, or is corrupt.
             StepAborted: it is past that version or epoch.
         """
         spec, placement = self._engine.spec, self._engine.placement
