@@ -6,6 +6,7 @@ its `Backend`s do that. One is for host memory and one for device memory; each i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
@@ -501,9 +502,11 @@ class ProcessGroup:
         Raises:
             Disagreement: some do not.
         """
-        ours = np.zeros(_DESCRIPTION_BYTES, np.uint8)
-        encoded = np.frombuffer(description.encode()[:_DESCRIPTION_BYTES], np.uint8)
-        ours[: encoded.size] = encoded
+        encoded, ours = description.encode(), np.zeros(_DESCRIPTION_BYTES, np.uint8)
+        if len(encoded) > _DESCRIPTION_BYTES:  # long ones may differ behind their beginning
+            end = f"... #{hashlib.blake2b(encoded, digest_size=8).hexdigest()}".encode()
+            encoded = encoded[: _DESCRIPTION_BYTES - len(end)] + end
+        ours[: len(encoded)] = np.frombuffer(encoded, np.uint8)
         theirs = self.all_gather(ours).reshape(self.world_size, -1)
         texts = [bytes(t).rstrip(b"\0").decode("utf-8", "replace") for t in theirs]
         if len(set(texts)) > 1:

@@ -61,7 +61,8 @@ def check(headers: Sequence[Array], call: Call, context: GroupContext) -> list[l
         any(bytes(h[:_DIGEST_BYTES]) != bytes(headers[0][:_DIGEST_BYTES]) for h in headers)
         or (sent != expected.T).any()
     ):
-        texts = [bytes(h[_DIGEST_BYTES : _DIGEST_BYTES + _TEXT_BYTES]).rstrip(b"\0").decode() for h in headers]
+        cut = [bytes(h[_DIGEST_BYTES : _DIGEST_BYTES + _TEXT_BYTES]).rstrip(b"\0") for h in headers]
+        texts = [text.decode("utf-8", "replace") for text in cut]
         what = f"call {call.sequence} of group {context.name!r}"
         raise disagreement(dict(zip(context.ranks, texts, strict=True)), what)
     matrix: list[list[int]] = sent.tolist()

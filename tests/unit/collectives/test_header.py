@@ -48,6 +48,13 @@ def test_calls_that_only_look_alike_differ() -> None:
         header.check([header.encode(all_reduce(7, s), 3) for s in (0, 0, 1)], all_reduce(7).call, CONTEXT)
 
 
+def test_a_refusal_that_is_cut_within_a_letter_is_told() -> None:
+    refused = Call(sequence=0, operation=Operation.REFUSAL, reason="x" + "ä" * 300)
+    headers = [header.encode(each, 3) for each in (all_reduce(7), all_reduce(7), Request(call=refused))]
+    with pytest.raises(Disagreement, match="rank 9: .*xä"):
+        header.check(headers, all_reduce(7).call, CONTEXT)
+
+
 def exchange(sent: list[list[int]], received: list[list[int]]) -> list[list[int]]:
     call = Call(sequence=0, operation=Operation.ALL_TO_ALL, dtype=DType.F32)
     headers = [

@@ -304,6 +304,15 @@ def test_members_that_ask_for_different_sub_groups_are_told() -> None:
     on_ranks(2, body)
 
 
+def test_sub_groups_that_differ_behind_their_first_ranks_are_told_too() -> None:
+    def body(group: ProcessGroup) -> None:
+        group._agree(f"new_group({list(range(100))})")
+        with pytest.raises(Disagreement, match=r"rank 0: new_group\(\[0, 1,.*\.\.\. #.*rank 1: new_group\(\[0, 1,"):
+            group._agree(f"new_group({[*range(100), group.rank]})")
+
+    on_ranks(2, body)
+
+
 def test_a_closed_group_says_so() -> None:
     world = axon_ps.World.mock()
     group = world.default_group
