@@ -1,11 +1,11 @@
 """Processes that have come back after the coordinator's restart, before any is let in. Pure.
 
 Note: [Coming back together]
-    A restarted coordinator does not know the live members, nor if its state is the newest: see `knowledge`. It learns
-    both from the shard servers that are members in its state, or from its workers if it has no server yet. So all
-    processes that come wait until these have come, or until a lease is over; no step can be decided before. Then
-    they are let in, in the order in which they came. A generation announced earlier could repeat the number of another
-    one, and abort a step that has committed.
+    A restarted coordinator does not know the live members, nor if its state is the newest: see `knowledge`. It
+    learns both from the shard servers that are members in its state, or from its workers if it has no server yet.
+    So all processes that come wait until these have come, or until a lease is over; no step can be decided before.
+    Then they are let in, in the order in which they came. A generation announced earlier could repeat the number of
+    another one, and abort a step that has committed.
 """
 
 from __future__ import annotations
