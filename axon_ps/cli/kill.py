@@ -57,8 +57,8 @@ def kill(
 ) -> None:
     """Kill a process of yours on this machine that belongs to a job, as kill -9 does: to see what its death costs.
 
-    Shard servers, coordinators and proxies are found by their command, workers if `axon-ps run` has started them. A user
-    other than root finds a service of his own if its command has --job, as those of `axon-ps run` have.
+    Shard servers, coordinators and proxies are found by their command, workers if `axon-ps run` has started them. A
+    user other than root finds a service of his own if its command has --job, as those of `axon-ps run` have.
     """
     name = load(job=job).job
     found = list(running())
