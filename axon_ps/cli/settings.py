@@ -231,6 +231,8 @@ class Settings(BaseSettings):
             "MEMORY_GB": f"{self.memory_gb:g}" if self.memory_gb else "",
             "TLS_DIR": self.tls_dir,
             "TLS": "1" if self.tls else "",
+            "TLS_MUTUAL": "1" if self.tls_mutual else "",
+            "DRAIN_S": f"{self.drain_s:g}" if self.drain_s else "",
             "TLS_LIFETIME_S": "" if self.tls_lifetime_s == 86400.0 else str(self.tls_lifetime_s),
             "SPIFFE_PATTERN": self.spiffe_pattern,
             "CHECKPOINT_DIR": self.checkpoint_dir,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
-from axon_ps.errors import AxonError, Broken, NotLeader
+from axon_ps.errors import AxonError, Broken, NotLeader, StorageFull
 from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.observe.tracing.tracer import Tracer
@@ -75,7 +75,7 @@ async def stand_by(store: SharedStateStore, switch: Switch, stop: asyncio.Event)
             if not (leader := await asyncio.to_thread(store.campaign)):
                 return True
             why = f"the coordinator at {leader} leads"
-        except Broken as error:
+        except (Broken, StorageFull) as error:
             why = f"nobody is known to lead: {error}"
         if switch.why != f"this coordinator stands by: {why}" or loop.time() >= remind_s:
             switch.why = f"this coordinator stands by: {why}"

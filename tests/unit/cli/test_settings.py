@@ -142,6 +142,13 @@ def test_plugins_are_modules_that_services_import(tmp_path: Path, monkeypatch: p
         load(plugins="plugin_three").load_plugins()
 
 
+def test_settings_of_servers_in_a_file_reach_the_services_of_run(tmp_path: Path) -> None:
+    file = tmp_path / "axon_ps.toml"
+    file.write_text("drain_s = 30\ntls_mutual = true\n")
+    passed = load(config=file).environment(token="")
+    assert (passed["AXON_PS_DRAIN_S"], passed["AXON_PS_TLS_MUTUAL"]) == ("30", "1")
+
+
 def test_several_coordinators_have_commas_between_them() -> None:
     assert load(coordinator="a:7077, b:7077").coordinator == "a:7077, b:7077"
 
