@@ -137,7 +137,7 @@ class LocalCluster:
             for shard in self._processes.shards:
                 self._listening(shard, deadline)
         except BaseException:
-            self._end_all()
+            self._processes.end()
             raise
         return self
 
@@ -150,25 +150,17 @@ class LocalCluster:
             AxonError: a service died by itself, or did not drain when asked to. On leaving by an error it is not
                 raised; the logs of all services are added to that error as a note instead.
         """
-        troubles, logs = self._end_all()
+        troubles, logs = self._processes.end()
         if error is not None:
             error.add_note(logs)
         elif troubles:
             raise AxonError("; ".join(troubles) + "\n" + logs)
 
-    def _end_all(self) -> tuple[list[str], str]:
-        """End all processes; return the errors of services, and their logs."""
-        return self._processes.end()
-
     # ------------------------------------------------------------------ for workers
 
     @property
     def address(self) -> str:
-        """The coordinator's "host:port"; with several coordinators, theirs, separated by commas.
-
-        Raises:
-            Misuse: this cluster is not running.
-        """
+        """The coordinator's "host:port" while it runs; with several coordinators, theirs, separated by commas."""
         if not self._processes.is_open:
             raise Misuse("this LocalCluster is not running; use it as a context manager")
         return self._address
@@ -202,16 +194,12 @@ class LocalCluster:
 
         Args:
             target: a function, or the path of a script. A function that is in no file (typed in a notebook) is sent by
-                value, with its arguments and its result; that needs cloudpickle, `axon-ps[notebook]`.
+                value, with its arguments and its result; without cloudpickle (`axon-ps[notebook]`) it is an InvalidRequest.
             n: number of workers; None = the cluster's world size.
             args: positional arguments of the function, or the script's arguments.
             kwargs: keyword arguments of the function.
             env: further variables.
             ranks: the ranks they request; None = 0 to n - 1.
-
-        Raises:
-            InvalidRequest: the function is sent by value, and cloudpickle is not installed.
-            TypeError, AttributeError, ValueError, pickle.PicklingError: it or an argument cannot be sent.
         """
         ranks = range(self.world_size if n is None else n) if ranks is None else ranks
         workers = [

@@ -110,7 +110,8 @@ class CoordinatorClient(Calls):
     """One member's session. Make it anywhere; `start` and every other coroutine run on one event loop.
 
     Args:
-        address: "host:port" of the coordinator, or several, of which one leads, with commas between them.
+        address: "host:port" of the coordinator, or several, of which one leads, with commas between them. A malformed
+            one is refused with a `ConfigurationError`.
         job: name of the job.
         role: worker or shard server.
         node: host or container.
@@ -129,17 +130,13 @@ class CoordinatorClient(Calls):
         lease_s: seconds for which the coordinator tolerates our silence.
         world_size: workers the job starts with.
         num_shards: shard servers of the job.
-        measure: returns the measurements of heartbeats by name, for `axon-ps status` and `top`. Called on the loop's
-            thread.
+        measure: returns the measurements of heartbeats by name; called on the loop's thread.
         log: the log of this process, also sent in heartbeats; None = another member of this process sends it.
         memory: shard server: returns the memory that it has for parameters; None = not reported.
         state_id: id of the job's durable state, the same for all members; empty before the first Welcome.
         connectivity: the findings of probes, for the coordinator.
         tracer: this member's spans; those that the coordinator orders are sent to it.
         revocations: the names that the servers of this process refuse; gets the job's revoked names.
-
-    Raises:
-        ConfigurationError: an address is malformed.
     """
 
     def __init__(

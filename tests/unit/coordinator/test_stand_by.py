@@ -1,4 +1,4 @@
-"""A standby tries to lead until it does, whatever the store says meanwhile. Tests of `coordinator/server/standby.py`."""
+"""A standby tries to lead until it does, whatever the store says. Tests of `coordinator/server/standby.py`."""
 
 from __future__ import annotations
 
