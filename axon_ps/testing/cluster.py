@@ -194,7 +194,7 @@ class LocalCluster:
 
         Args:
             target: a function, or the path of a script. A function that is in no file (typed in a notebook) is sent by
-                value, with its arguments and its result; without cloudpickle (`axon-ps[notebook]`) it is an InvalidRequest.
+                value, with arguments and result; without cloudpickle (`axon-ps[notebook]`) that is an InvalidRequest.
             n: number of workers; None = the cluster's world size.
             args: positional arguments of the function, or the script's arguments.
             kwargs: keyword arguments of the function.
