@@ -137,7 +137,7 @@ class LocalCluster:
             for shard in self._processes.shards:
                 self._listening(shard, deadline)
         except BaseException:
-            self._processes.end()
+            self._end_all()
             raise
         return self
 
@@ -150,11 +150,15 @@ class LocalCluster:
             AxonError: a service died by itself, or did not drain when asked to. On leaving by an error it is not
                 raised; the logs of all services are added to that error as a note instead.
         """
-        troubles, logs = self._processes.end()
+        troubles, logs = self._end_all()
         if error is not None:
             error.add_note(logs)
         elif troubles:
             raise AxonError("; ".join(troubles) + "\n" + logs)
+
+    def _end_all(self) -> tuple[list[str], str]:
+        """End all processes; return the errors of services, and their logs."""
+        return self._processes.end()
 
     # ------------------------------------------------------------------ for workers
 
@@ -230,11 +234,7 @@ class LocalCluster:
         """Start `n` worker processes, wait for all of them and return their results, by rank.
 
         Args:
-            target: as for `start_workers`.
-            n: as for `start_workers`.
-            args: as for `start_workers`.
-            kwargs: as for `start_workers`.
-            env: as for `start_workers`.
+            target, n, args, kwargs, env: as for `start_workers`.
             timeout_s: seconds for all of them; those that still run then are killed, with their stacks in their output.
             check: raise soon after a worker fails, without waiting for the others.
 
