@@ -39,7 +39,7 @@ def release(
     *,
     settings: Settings,
 ) -> None:
-    """Release a model of a running job: its parameters are gone; also for a model that shard servers cannot hold."""
+    """Release a model of a running job, also one too large for the shard servers: its parameters are gone."""
     from axon_ps.cli.operations import released
 
     asyncio.run(released(settings, model))

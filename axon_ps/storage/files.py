@@ -392,7 +392,7 @@ class FsspecStore(FileStore):
 
 
 def _s3_options(fsspec: Any) -> dict[str, Any]:
-    """Return our options for S3, which the user's own fsspec configuration overrides; see Note: [S3 requests]."""
+    """Return our options for S3; the user's `config_kwargs` of fsspec override ours. See Note: [S3 requests]."""
     theirs = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
     ours = {
         "connect_timeout": _CONNECT_TIMEOUT_S,

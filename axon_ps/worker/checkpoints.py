@@ -200,4 +200,4 @@ class Checkpoints:
     @property
     def _is_first(self) -> bool:
         """True if this is the worker of lowest rank."""
-        return self._coordinator.rank == self._view.membership.workers[0].rank
+        return [self._coordinator.rank] == [worker.rank for worker in self._view.membership.workers[:1]]

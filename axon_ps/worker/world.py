@@ -219,7 +219,7 @@ class World:
     @property
     def is_main_process(self) -> bool:
         """True if this is the worker of lowest rank, which logs and saves."""
-        return self.rank == self.membership.workers[0].rank
+        return [self.rank] == [worker.rank for worker in self.membership.workers[:1]]
 
     @property
     def default_group(self) -> ProcessGroup:

@@ -131,7 +131,7 @@ class Assembly:
 
     @property
     def needed_workers(self) -> int:
-        """The number of workers that a step needs; a worker that has finished needs no replacement."""
+        """The number of workers that a step needs. Finished workers are not replaced."""
         least = self._config.min_workers
         needed = min(least, self.world_size) if self.was_complete and least is not None else self.world_size
         return min(needed, self.world_size - self._vacant)

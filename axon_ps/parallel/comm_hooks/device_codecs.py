@@ -7,7 +7,8 @@ memory.
     shape legend: n = numbers, k = ceil(n / 256) blocks, m = numbers that a top-k selects
 
 Edge cases are those of the two modules. A block with a NaN or an infinity becomes all NaN and leaves its residual. A
-block under 2^-100 becomes zeros. A top-k of numbers that are not all finite sends NaN and leaves the residual.
+block under 2^-100 becomes zeros. If the numbers of a top-k are not all finite, its values are NaN and the residual is
+unchanged.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class ServerLines:
         flight.
 
         Args:
-            pushes: those of its model. A push may wait for other workers' pushes, which may push another model first.
+            pushes: those of its model. A push may have to come after those of other workers. Those workers may push
+                another model first.
             size_bytes: its payloads.
         """
         return pushes.request(size_bytes, self.in_flight_bytes + size_bytes if self._are_long else math.inf, _NOW)

@@ -118,7 +118,7 @@ class SmallJob:
     def _made(self) -> list[Any]:
         """Return messages that this job has no use for, as another one would send them."""
         world = self.world
-        context, me = world._coordinator.context(), world.membership.workers[0]
+        context, me = world._coordinator.context(), world.view.me()
         server = common_pb2.CallContext(
             job=context.job, generation=context.generation, incarnation=world.membership.shards[0].incarnation
         )

@@ -225,7 +225,7 @@ def _collective(job: SmallJob) -> None:
 
     world = job.world
     job.sequence += 1
-    me = world.membership.workers[0]
+    me = world.view.me()
     group = GroupHandle(name="fuzz", rank=0, ranks=(0,), members=(me.id,))
     call = Call(sequence=job.sequence, operation=Operation.ALL_REDUCE, dtype=DType.F32, counts=(500,), op=ReduceOp.SUM)
     buffers = Buffers(
