@@ -7,7 +7,8 @@ Note: [C++ asks, too]
     Our group is a `dist.ProcessGroup` without a C++ backend. The methods of that class ask its backends, and raise an
     error without one ("ProcessGroup name not set"). In Python our answers have the names of torch's bindings
     (`group_name`). In C++ they have the names of its virtual functions (`getGroupName`, see torch's
-    PyProcessGroup.hpp). So each answer is here under both. tests/unit/parallel/test_c10d_surface.py reads both lists from the installed torch.
+    PyProcessGroup.hpp). So each answer is here under both. tests/unit/parallel/test_c10d_surface.py reads both lists
+    from the installed torch.
 """
 
 from __future__ import annotations
