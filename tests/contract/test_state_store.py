@@ -1,4 +1,4 @@
-"""What every state store does, and what sqlite and etcd do besides.
+"""Every state store keeps records alike; sqlite and etcd survive more.
 
 Tests of `storage/state_store/base.py`, `storage/state_store/memory.py`, `storage/state_store/sqlite.py` and
 `storage/state_store/etcd_leadership.py`.

@@ -1,4 +1,4 @@
-"""What our loggers write, read back by the libraries' own readers; and that a curve goes on without doubles.
+"""The libraries' own readers read back our loggers' files; a curve goes on without doubles.
 
 Tests of `observe/loggers/mlflow.py`, `observe/loggers/tensorboard.py` and `observe/loggers/wandb.py`.
 """

@@ -1,4 +1,4 @@
-"""Which arrays collectives take: everybody's, in their own memory. Tests of `collectives/arrays.py`."""
+"""Collectives take arrays of every kind, in their own memory. Tests of `collectives/arrays.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where slices are while shard servers die, come and go: the coordinator's part of "nothing is lost".
+"""Slices keep their copies while shard servers die, come and go: the coordinator's part of "nothing is lost".
 
 Tests of `coordinator/core/members.py`.
 """

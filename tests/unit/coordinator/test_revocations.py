@@ -1,4 +1,4 @@
-"""What is revoked: durable, told to every member, and the end of those that had it.
+"""Revoked names are durable and told to every member; members that had them are ended.
 
 Tests of `coordinator/core/access/revocations.py`.
 """

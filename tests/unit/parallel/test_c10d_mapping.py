@@ -1,4 +1,4 @@
-"""What torch.distributed's process group makes of tensors, dtypes and operations, on groups of threads.
+"""The process group of torch.distributed takes tensors, dtypes and operations, on groups of threads.
 
 Tests of `parallel/c10d/sparse.py`.
 """

@@ -43,7 +43,7 @@ def test_an_operation_that_is_unknown_is_refused() -> None:
 
 
 def stored(reduction: TensorReduction, values: list[Tensor], reduce: Any) -> Tensor:
-    """What the user has after a reduction of all ranks' buffers by `reduce`."""
+    """Return the user's tensor after a reduction of all ranks' buffers by `reduce`."""
     result = torch.empty_like(values[0])
     reduction.store(reduce([reduction.buffer(value) for value in values]), result)
     return result

@@ -6,7 +6,6 @@ Tests of `parallel/c10d/session.py` and `parallel/c10d/register.py`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -24,13 +23,6 @@ from axon_ps.parallel.c10d.session import TorchSession, incarnations_of
 from axon_ps.testing import run_threads
 
 LONG_S = 20.0
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World.mock()
-    yield made
-    made.close()
 
 
 # ------------------------------------------------------------------ sessions

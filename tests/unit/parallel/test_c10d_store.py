@@ -6,7 +6,7 @@ Tests of `parallel/c10d/store.py`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,13 +18,6 @@ from axon_ps.errors import InvalidRequest, Timeout
 from axon_ps.parallel.c10d.store import KVStore
 
 LONG_S = 20.0
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World.mock()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What DiLoCo does with a job, step by step; `tests/integration/test_diloco.py` holds it to plain torch.
+"""DiLoCo with a job, step by step; `tests/integration/test_diloco.py` holds it to plain torch.
 
 Tests of `parallel/diloco/diloco.py`.
 """

@@ -245,12 +245,6 @@ def test_a_worker_that_leaves_leaves_its_samples_to_the_others() -> None:
 # ---------------------------------------------------------------------- one worker
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    with World.mock() as made:
-        yield made
-
-
 def step(model: FSDP, optimizer: SGD, x: torch.Tensor, **options: Any) -> axon_ps.types.StepResult:
     model(x).square().mean().backward()
     result = optimizer.step(**options)
