@@ -583,7 +583,7 @@ class Job:
         members = durable.membership.shards
         if len(members) != len(shards) or not all(m.incarnation in present for m in members):
             return False
-        if self.is_changed or self.is_older:
+        if self.is_changed:
             return False
         if not (durable.models[0].version or durable.models[0].parameters.initialized):
             return True

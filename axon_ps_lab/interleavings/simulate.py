@@ -137,7 +137,12 @@ class Faults:
         self._job.disk.fails = True
 
     def _may_lose(self, role: str) -> bool:
-        """Return True if a shard server may be lost: there are checkpoints, or no other one is lost or cut off."""
+        """Return True if a shard server may be lost: there are checkpoints, or no other one is lost or cut off.
+
+        A state that has lost its end needs the shard servers that know it; see Note: [An older state].
+        """
+        if self._job.is_older:
+            return False
         if self._job.directory:
             return True
         return self._job.is_safe and not {r for link in self._cuts for r in link if r.startswith("shard")} - {role}
