@@ -114,6 +114,14 @@ PLANTS: Final = (
         real="parameters were lost although a server was back after 30 ms: the other holder was dead, and not missed",
     ),
     Plant(
+        "a server that missed the optimizer gets the decision before it",
+        "coordinator/core/assembly.py",
+        "if is_shard and model.decisions and model.holders.is_loaded(entry.member):",
+        "if False:",
+        real="a shard server ended that had missed the optimizer's registration and the first commit (seed 306426)",
+        rare=True,
+    ),
+    Plant(
         "first values are awaited from a server that is gone",
         "coordinator/core/checkpoints/restores.py",
         "        if not gone or len(here) < self._assembly.needed_shards:",

@@ -204,9 +204,10 @@ class Assembly:
     def greet(self, entry: RosterEntry, *, joined: bool) -> None:
         """Send everything but the membership to a member that has just opened a stream. The membership comes last.
 
-        The decisions that it may have missed come first, then the models' states, which are newer. A new process
-        ignores the decisions (see `client.delivery`). If a lost shard server has `joined` again without slices of a
-        model, it gets no decisions on it, since others have gone on.
+        The decisions that it may have missed come first, then the models' states, which are newer. Before the
+        decisions of a model a shard server gets the optimizer, whose registration it may have missed, too. A new
+        process ignores the decisions (see `client.delivery`). If a lost shard server has `joined` again without slices
+        of a model, it gets no decisions on it, since others have gone on.
         """
         to = [entry.session]
         is_shard = entry.member.role is Role.SHARD
@@ -215,6 +216,9 @@ class Assembly:
             self._out.push(to, RevokedNames(reasons=dict(self.revoked)))
         for model in self._models:
             if not (joined and is_shard) or model.holders.is_holder(entry.member):
+                if is_shard and model.decisions and model.holders.is_loaded(entry.member):
+                    optimizer = model.state(self.shards(), full=True)
+                    self._out.push(to, dataclasses.replace(optimizer, spec=None, placement=None))
                 for decision in model.decisions:
                     self._out.push(to, decision)
         for model in self._models:
