@@ -28,6 +28,8 @@ from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.grad_scaler import GradScaler
+from axon_ps.parallel.in_place.api import fully_shard, register_fsdp_forward_method, sharded_model
+from axon_ps.parallel.in_place.modules import FSDPModule
 from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.optim import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, ServerOptimizer
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
@@ -60,6 +62,7 @@ __all__ = [
     "DistributedSampler",
     "ElasticLoader",
     "FSDPMemoryStats",
+    "FSDPModule",
     "FullyShardedDataParallel",
     "GradScaler",
     "GradSyncStrategy",
@@ -89,7 +92,10 @@ __all__ = [
     "WeightReceiver",
     "clip_grad_norm",
     "comm_hook",
+    "fully_shard",
     "load_weights",
+    "register_fsdp_forward_method",
+    "sharded_model",
     "update_weights",
     "weight_tensors",
 ]

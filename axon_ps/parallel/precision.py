@@ -104,3 +104,12 @@ def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) ->
     else:
         target.copy_(grad)
         target.mul_(scale)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return nested lists, tuples and dicts, in which floating-point tensors are cast."""
+
+    def cast_one(item: Any) -> Any:
+        return item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+    return torch.utils._pytree.tree_map(cast_one, value)

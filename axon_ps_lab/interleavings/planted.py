@@ -182,6 +182,14 @@ PLANTS: Final = (
         real="a newcomer was the first after a restart, in a generation that had been announced with other members",
     ),
     Plant(
+        "a server that is not in an older state is not waited for",
+        "coordinator/core/restart/comeback.py",
+        "if now < self._until and (self._is_older or any(missing)):",
+        "if now < self._until and any(missing):",
+        rare=True,
+        real="generations were announced again with other members before the server came that knew them (seed 307325)",
+    ),
+    Plant(
         "sums of one generation are forwarded as those of the newest",
         "shard/server/forwarding.py",
         "generation=engine.generation, placement=known)",

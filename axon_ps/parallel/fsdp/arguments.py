@@ -106,6 +106,8 @@ def _strategy(value: Any) -> ShardingStrategy:
 def _offload(value: Any) -> CPUOffload:
     if _is_torchs(value, "CPUOffload"):
         value = value.offload_params
+    elif _is_torchs(value, "CPUOffloadPolicy") or _is_torchs(value, "OffloadPolicy"):
+        value = type(value).__name__ == "CPUOffloadPolicy"
     if value is None or isinstance(value, bool):  # as torch means it: gradients, too
         return CPUOffload.FULL if value else CPUOffload.NONE
     return _member(CPUOffload, value)

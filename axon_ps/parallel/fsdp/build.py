@@ -125,13 +125,15 @@ def made(wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, ini
     runtime: Runtime
     if wrapping.replicated:
         values = broadcast_values(wrapping, module, wrapped_units, init, buffers)
-        runtime = replicated_runtime(wrapping, module, materialize.replace_meta(module, wrapped_units), values)
+        materialize.leave_meta(wrapped_units)
+        runtime = replicated_runtime(wrapping, module, wrapped_units, values)
     else:
         world = world_of(wrapping.group)
         if any(True for _ in module.buffers()):
             served = ServedBuffers(world, wrapping.name, buffers)
         client = materialize.register(world, wrapping.spec, wrapping.name, module, wrapped_units, init, served)
-        runtime = server_runtime(wrapping, module, materialize.replace_meta(module, wrapped_units), client, wrapper)
+        materialize.leave_meta(wrapped_units)
+        runtime = server_runtime(wrapping, module, wrapped_units, client, wrapper)
     runtime.buffers = buffers
     if served is not None:
         runtime.on_commit = served.offer

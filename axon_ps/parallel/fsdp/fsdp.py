@@ -7,7 +7,7 @@ on one or several servers), *replica* (the source of one gradient per step), *ve
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.fsdp.tensors.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.fsdp.values import WrappedValues
-from axon_ps.parallel.precision import MixedPrecision
+from axon_ps.parallel.precision import MixedPrecision, cast_floats
 from axon_ps.parallel.wrapper import ModuleWrapper
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
@@ -141,7 +141,10 @@ class FullyShardedDataParallel(ModuleWrapper):
     # ------------------------------------------------------------------ as a module
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with its parameters gathered unit by unit.
+        return self._run_gathered(self.module, args, kwargs)
+
+    def _run_gathered(self, inside: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module, or a method of it, with its parameters gathered unit by unit.
 
         A forward whose parameters changed meanwhile (this worker was frozen or cut off, and the job went on) is run
         again: its result is of one version.
@@ -157,16 +160,16 @@ class FullyShardedDataParallel(ModuleWrapper):
         pushed = hooks.before_root(runtime)
         try:
             if precision.param_dtype is not None and precision.cast_forward_inputs:
-                given, options = _cast((args, kwargs), precision.param_dtype)
-            output = self.module(*given, **options)
+                given, options = cast_floats((args, kwargs), precision.param_dtype)
+            output = inside(*given, **options)
         finally:
             hooks.end_root(pushed)
         if precision.output_dtype is not None:
-            output = _cast(output, precision.output_dtype)
+            output = cast_floats(output, precision.output_dtype)
         hooks.after_root(runtime, output)
         if hooks.again(runtime):
             del given, options, output  # the next attempt needs the memory
-            return self._run(*args, **kwargs)
+            return self._run_gathered(inside, args, kwargs)
         return output
 
     @property
@@ -630,9 +633,3 @@ def _end_of_loading(model: nn.Module, keys: _IncompatibleKeys) -> None:
     assert isinstance(model, FullyShardedDataParallel)
     del keys.missing_keys[model._missing :]
 
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    def cast_one(item: Any) -> Any:
-        return item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
-
-    return torch.utils._pytree.tree_map(cast_one, value)

@@ -225,12 +225,12 @@ class UnitGathering:
         """Return the memory of parameters beside the root: gathered, and under way."""
         return sum(f.reshardable_bytes for u in self._units[1:] for f in u.flats)
 
-    # ------------------------------------------------------------------ all of them
+    # ------------------------------------------------------------------ by hand
 
-    def gather_all(self) -> None:
-        """Unshard every unit, and block until it is."""
+    def gather(self, units: Iterable[ModuleUnit]) -> None:
+        """Unshard these units, and block until they are."""
         with ordinary_tensors():
-            for unit in self._units:
+            for unit in units:
                 for flat in unit.flats:
                     flat.start_gather()
                     flat.unshard()

@@ -217,16 +217,8 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torc
     return before
 
 
-def replace_meta(module: nn.Module, wrapped_units: tuple[WrappedUnit, ...]) -> tuple[WrappedUnit, ...]:
-    """Replace parameters on the meta device, whose data cannot be set, by empty ones; tied ones stay tied."""
-    fresh: dict[nn.Parameter, nn.Parameter] = {}
-    for child in module.modules():
-        for name, param in child._parameters.items():
-            if param is not None and param.is_meta:
-                if param not in fresh:
-                    fresh[param] = nn.Parameter(torch.empty(0, dtype=param.dtype, device="cpu"), param.requires_grad)
-                child._parameters[name] = fresh[param]
-    return tuple(
-        WrappedUnit(owner=p.owner, unit=p.unit, params=tuple(fresh.get(param, param) for param in p.params))
-        for p in wrapped_units
-    )
+def leave_meta(wrapped_units: Sequence[WrappedUnit]) -> None:
+    """Make empty ones of parameters on the meta device, whose data cannot be set; each stays the object that it is."""
+    for param in (param for wrapped in wrapped_units for param in wrapped.params if param.is_meta):
+        empty = nn.Parameter(torch.empty(0, dtype=param.dtype, device="cpu"), param.requires_grad)
+        torch.utils.swap_tensors(param, empty)

@@ -320,11 +320,15 @@ class Runtime(AbstractRuntime):
 
     # ------------------------------------------------------------------ by hand
 
-    def gather_all(self) -> None:
-        """Unshard every unit, and block until it is."""
+    def gather(self, units: Sequence[ModuleUnit]) -> None:
+        """Unshard these units, and block until they are."""
         self.agree()
         self.one_version.at = self.now
-        self.gathering.gather_all()
+        self.gathering.gather(units)
+
+    def gather_all(self) -> None:
+        """Unshard every unit, and block until it is."""
+        self.gather(self.units)
 
     def prefetch(self) -> None:
         """Begin to gather the units that the next forward needs first."""

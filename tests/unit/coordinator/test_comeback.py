@@ -6,7 +6,7 @@ import math
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Membership, Role
-from axon_ps.wire.events import Welcome
+from axon_ps.wire.events import JoinRequest, Position, Welcome
 from coordinator_driver import Driver, Peer
 
 LEASE_S = 5.0
@@ -79,6 +79,22 @@ def test_one_that_may_not_join_is_told_so_later_and_the_others_are_let_in() -> N
     first.join(), second.join()
     assert isinstance(stranger.error, InvalidRequest)
     assert let_in(a, b, second) == [True, True, True]
+
+
+def test_if_a_worker_knows_more_a_server_that_is_not_in_the_state_has_a_lease_to_come() -> None:
+    d, (a, _), (first, second) = restarted()
+    knows_more = JoinRequest(
+        job="job",
+        incarnation=a.incarnation,
+        node=a.node,
+        position=Position(generation=d.state.membership.generation + 2),
+        state_id=d.state.assembly.state_id,
+    )
+    assert d.state.comeback.behind(Role.WORKER, knows_more)
+    first.join(), second.join()
+    assert let_in(first, second) == [False, False], "they would make generations that others have seen"
+    d.advance(LEASE_S + 1.0)
+    assert let_in(first, second) == [True, True]
 
 
 def test_without_servers_in_its_state_its_workers_are_waited_for() -> None:

@@ -4,6 +4,8 @@ Note: [Coming back together]
     A restarted coordinator does not know the live members, nor if its state is the newest: see `knowledge`. It
     learns both from the shard servers that are members in its state, or from its workers if it has no server yet.
     So all processes that come wait until these have come, or until a lease is over; no step can be decided before.
+    If a worker knows more than the state, a shard server that is not in the state may know as much: then all wait for
+    the lease.
     Then they are let in, in the order in which they came. A generation announced earlier could repeat the number of
     another one, and abort a step that has committed.
 """
@@ -51,6 +53,7 @@ class Comeback:
         self._waiting: dict[int, tuple[Role, JoinRequest]] = {}
         self._awaited = Role.SHARD if assembly.roster.awaited(Role.SHARD) else Role.WORKER
         self._until = until if assembly.roster.awaited(self._awaited) else _OVER
+        self._is_older = False  # a worker knows more than the state
 
     def away(self) -> list[Member]:
         """Return the members of the state that have not come since the restart."""
@@ -71,7 +74,11 @@ class Comeback:
             snapshot_id=self._snapshots.last_id,
         )
         is_earlier = role is Role.WORKER and request.position.generation < ours.generation
-        return "" if is_earlier or request.state_id != self._assembly.state_id else behind(ours, request.position)
+        if is_earlier or request.state_id != self._assembly.state_id:
+            return ""
+        why = behind(ours, request.position)
+        self._is_older = self._is_older or bool(why)
+        return why
 
     def join(self, session: int, role: Role, request: JoinRequest, now: float) -> None:
         """Let a process in, or have it wait.
@@ -102,7 +109,7 @@ class Comeback:
         # an earlier server at one of these is dead
         taken = {request.address for role, request in self._waiting.values() if role is Role.SHARD}
         missing = (member for member in self.away() if member.role is self._awaited and member.address not in taken)
-        if now < self._until and any(missing):
+        if now < self._until and (self._is_older or any(missing)):
             return
         waiting, self._waiting, self._until = self._waiting, {}, _OVER
         for session, (role, request) in waiting.items():

@@ -1,0 +1,177 @@
+"""`fully_shard`, and its arguments in their canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.fsdp.arguments import understood
+from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.strategy import CPUOffload
+from axon_ps.parallel.in_place import modules, optimizers
+from axon_ps.parallel.in_place.marks import Options, mark, mark_of
+from axon_ps.parallel.precision import MixedPrecision, cast_floats
+
+_ModuleT = TypeVar("_ModuleT", nn.Module, list[nn.Module])
+
+
+def fully_shard(
+    module: _ModuleT,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: None = None,
+) -> _ModuleT:
+    """Put the parameters of a module on the shard servers, in place: torch's `fully_shard`, by signature and manners.
+
+    Call it on the modules whose parameters are gathered together, then on the model that has them. Each call changes
+    the class of its module to one that is `FSDPModule` too; names stay. At the first use of the model the servers get
+    the values of the worker of lowest rank. An optimizer of torch.optim with a counterpart here (SGD, Adam, AdamW,
+    Adagrad, RMSprop) that is made of the parameters steps on the servers.
+
+    Args:
+        module: the module. Of a list of modules each becomes a unit of its own.
+        mesh: torch's `DeviceMesh` of all workers. Of two dimensions, the second is the workers that share a replica
+            (HYBRID_SHARD). None = all workers of the current world.
+        reshard_after_forward: of the units: True or None = FULL_SHARD, False for all of them = SHARD_GRAD_OP, a number
+            = HYBRID_SHARD with nodes of so many workers. That of the model counts if it has no units; None is False
+            then, as in torch.
+        shard_placement_fn: has no effect: the servers divide the values of a unit by number, not by dimension.
+        mp_policy: torch's `MixedPrecisionPolicy`, or our `MixedPrecision`; the same in all calls for a model.
+        offload_policy: torch's `CPUOffloadPolicy` (CPUOffload.FULL) or `OffloadPolicy`; or our `CPUOffload`.
+        ignored_params: parameters that stay each worker's own.
+        dp_mesh_dims: None.
+
+    Returns:
+        The module.
+
+    Raises:
+        InvalidRequest: an argument cannot be accepted; the message says what can. The first use of the model raises as
+            `FullyShardedDataParallel` does.
+
+    After an error: the module is as it was.
+    """
+    if dp_mesh_dims is not None:
+        raise InvalidRequest("dp_mesh_dims is given; give a mesh of the workers that train replicas, as mesh['dp']")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise InvalidRequest(f"shard_placement_fn is {shard_placement_fn!r}; give a function, or None")
+    replicas, node_size = _mesh(mesh)
+    options = Options(
+        reshard_after_forward=_reshard(reshard_after_forward),
+        replicas=replicas,
+        node_size=node_size,
+        precision=MixedPrecision() if mp_policy is None else understood("mixed_precision", mp_policy),
+        offload=CPUOffload.NONE if offload_policy is None else understood("cpu_offload", offload_policy),
+        ignored=understood("ignored_parameters", () if ignored_params is None else ignored_params),
+    )
+    given: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
+    for one in given:
+        _check(one)
+    for one in given:
+        mark(one, options)
+        modules.convert(one)
+        _cast_at(one, options.precision)
+    optimizers.install()
+    return module
+
+
+def sharded_model(module: nn.Module) -> FullyShardedDataParallel:
+    """Return the model of a module that `fully_shard` was called on; the servers get its values now at the latest.
+
+    It has what the module has not: `version`, `save_checkpoint()`, `load_checkpoint()`, `summon_full_params()`,
+    `full_parameters()`, `no_sync()`, `statistics()`.
+
+    Raises:
+        InvalidRequest: `fully_shard` was not called on it; or as of `fully_shard`.
+    """
+    found = mark_of(module)
+    if found is None:
+        raise InvalidRequest(f"fully_shard was not called on this {type(module).__name__}; call it first")
+    return found.outermost.built()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a model run like its forward, with its parameters gathered; torch's function of this name.
+
+    Does nothing if `fully_shard` was not called on the module.
+
+    Raises:
+        InvalidRequest: there is no such method, or the module is a unit inside a model.
+    """
+    found = mark_of(module)
+    if found is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise InvalidRequest(f"{type(module).__name__} has no method {method_name!r}; give the name of one")
+    if found.around is not None:
+        raise InvalidRequest(
+            f"register_fsdp_forward_method was called on a unit ({type(module).__name__}); call it on the model"
+        )
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return found.built().run_method(method, *args, **kwargs)
+
+    module.__dict__[method_name] = run
+
+
+def _check(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise InvalidRequest(f"module is {module!r}; give an nn.Module, or a list of some")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise InvalidRequest(
+            f"fully_shard was called on a {type(module).__name__}, which has no forward; call it on the modules in it"
+        )
+
+
+def _reshard(given: Any) -> bool | int | None:
+    if given is None or isinstance(given, bool):
+        return given
+    if isinstance(given, int) and given > 0:
+        return given
+    raise InvalidRequest(
+        f"reshard_after_forward is {given!r}; give True, False, None, or the number of workers of a node"
+    )
+
+
+def _mesh(mesh: Any) -> tuple[int | None, int | None]:
+    """Return the replicas of a mesh, and the workers that share one; None for a mesh of one dimension."""
+    if mesh is None:
+        return None, None
+    shape = getattr(mesh, "shape", None)
+    if not (isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)):
+        raise InvalidRequest(f"mesh is {mesh!r}; give a torch.distributed.device_mesh.DeviceMesh, or None")
+    if len(shape) == 1:
+        return None, None
+    if len(shape) == 2:
+        return shape
+    raise InvalidRequest(f"mesh has {len(shape)} dimensions; give one (shard) or two (replicate, shard)")
+
+
+def _cast_at(module: nn.Module, precision: MixedPrecision) -> None:
+    """Cast floating-point inputs and outputs of a module as torch's `MixedPrecisionPolicy` says."""
+    if precision.param_dtype is not None and precision.cast_forward_inputs:
+        inputs = precision.param_dtype
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return cast_floats((args, kwargs), inputs)
+
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    if precision.output_dtype is not None:
+        output = precision.output_dtype
+
+        def after(_: nn.Module, args: Any, given: Any) -> Any:
+            return cast_floats(given, output)
+
+        module.register_forward_hook(after)
+
+
+__all__ = ["fully_shard", "register_fsdp_forward_method", "sharded_model"]

@@ -1,0 +1,131 @@
+"""torch's optimizers of parameters that `fully_shard` put on the servers: they stay torch's, and step there.
+
+An optimizer is recognised when it gets its parameters: `torch.optim.Optimizer.add_param_group` looks for them among the
+models that `fully_shard` made. Its class becomes one that is its own class, too. Groups, schedulers and hooks are
+torch's. Moments are on the servers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.counterpart import counterpart
+from axon_ps.parallel.from_torch import MovedOptimizer
+from axon_ps.parallel.in_place.marks import Mark, root_with
+from axon_ps.parallel.optim import ServerOptimizer
+from axon_ps.types import StepResult
+
+_OTHERWISE = "train under torch's DistributedDataParallel over the backend 'axon'"
+
+
+class _Served(MovedOptimizer):
+    """The server optimizer of one of torch's; a step that a departed worker aborted raises, the next one goes on."""
+
+    def _check_workers(self) -> None:
+        """Check nothing: the job goes on with the workers that it has."""
+
+
+class OnServers:
+    """The part of an optimizer of torch that steps on the servers.
+
+    Attributes:
+        last: the result of the newest step; None before the first.
+    """
+
+    param_groups: list[dict[str, Any]]
+    _root: Mark
+    _served: _Served | None
+    last: StepResult | None
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Make a step on the servers. A step whose gradients are not finite changes nothing; see `last`.
+
+        Args:
+            closure: computes the loss and runs backward; called once.
+
+        Returns:
+            The closure's loss.
+
+        Raises:
+            StepAborted: a worker left or joined, so that the batch is lost; go on with the next one.
+            AxonError: as of `ServerOptimizer.step`.
+        """
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.last = self._on_servers().step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as `ServerOptimizer.zero_grad` does."""
+        if self._root.model is None:
+            super().zero_grad(set_to_none)  # type: ignore[misc]
+        else:
+            self._on_servers().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups; moments are on the servers, and in their checkpoints."""
+        return self._on_servers().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the groups' values; see `ServerOptimizer.load_state_dict`."""
+        self._on_servers().load_state_dict(state_dict)
+
+    def _on_servers(self) -> _Served:
+        if self._served is None:
+            self._root.built()
+            own: Any = self
+            self._served = _Served(own)
+        return self._served
+
+
+def install() -> None:
+    """Have optimizers of torch that are made from now on recognise the parameters of `fully_shard`."""
+    original = torch.optim.Optimizer.add_param_group
+    if hasattr(original, "_axon_original"):
+        return
+
+    @functools.wraps(original)
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        original(self, param_group)
+        _recognise(self)
+
+    add_param_group._axon_original = original  # type: ignore[attr-defined]
+    torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def _recognise(optimizer: Any) -> None:
+    """Give an optimizer of a model's parameters the class that steps on the servers.
+
+    Raises:
+        InvalidRequest: it has no counterpart there.
+    """
+    if isinstance(optimizer, (ServerOptimizer, OnServers)):
+        return
+    root = root_with(param for group in optimizer.param_groups for param in group["params"])
+    if root is None:
+        return
+    try:
+        counterpart(optimizer, _OTHERWISE)
+    except InvalidRequest:
+        optimizer.param_groups.pop()
+        raise
+    optimizer._root, optimizer._served, optimizer.last = root, None, None
+    optimizer.__class__ = _joined(type(optimizer))
+
+
+@functools.cache
+def _joined(kind: Any) -> Any:
+    made: Any = type(kind.__name__, (OnServers, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    made.step = torch.optim.Optimizer.profile_hook_step(OnServers.step)
+    made.step.hooked = True
+    return made
+
+
+__all__ = ["OnServers", "install"]
