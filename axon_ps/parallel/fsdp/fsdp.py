@@ -632,4 +632,3 @@ def _end_of_loading(model: nn.Module, keys: _IncompatibleKeys) -> None:
     """Drop the names that torch found missing inside the user's module, whose values the wrapper has loaded."""
     assert isinstance(model, FullyShardedDataParallel)
     del keys.missing_keys[model._missing :]
-

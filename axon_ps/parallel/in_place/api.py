@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
@@ -63,11 +62,9 @@ def fully_shard(
         raise InvalidRequest("dp_mesh_dims is given; give a mesh of the workers that train replicas, as mesh['dp']")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise InvalidRequest(f"shard_placement_fn is {shard_placement_fn!r}; give a function, or None")
-    replicas, node_size = _mesh(mesh)
     options = Options(
         reshard_after_forward=_reshard(reshard_after_forward),
-        replicas=replicas,
-        node_size=node_size,
+        mesh=_mesh(mesh),
         precision=MixedPrecision() if mp_policy is None else understood("mixed_precision", mp_policy),
         offload=CPUOffload.NONE if offload_policy is None else understood("cpu_offload", offload_policy),
         ignored=understood("ignored_parameters", () if ignored_params is None else ignored_params),
@@ -142,18 +139,16 @@ def _reshard(given: Any) -> bool | int | None:
     )
 
 
-def _mesh(mesh: Any) -> tuple[int | None, int | None]:
-    """Return the replicas of a mesh, and the workers that share one; None for a mesh of one dimension."""
+def _mesh(mesh: Any) -> tuple[int, ...]:
+    """Return the sizes of a mesh; () = none is given."""
     if mesh is None:
-        return None, None
-    shape = getattr(mesh, "shape", None)
-    if not (isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)):
+        return ()
+    sizes = getattr(mesh, "shape", None)
+    if not (isinstance(sizes, tuple) and all(isinstance(size, int) for size in sizes)):
         raise InvalidRequest(f"mesh is {mesh!r}; give a torch.distributed.device_mesh.DeviceMesh, or None")
-    if len(shape) == 1:
-        return None, None
-    if len(shape) == 2:
-        return shape
-    raise InvalidRequest(f"mesh has {len(shape)} dimensions; give one (shard) or two (replicate, shard)")
+    if len(sizes) > 2:
+        raise InvalidRequest(f"mesh has {len(sizes)} dimensions; give one (shard) or two (replicate, shard)")
+    return sizes
 
 
 def _cast_at(module: nn.Module, precision: MixedPrecision) -> None:

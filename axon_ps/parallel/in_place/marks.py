@@ -9,6 +9,7 @@ Note: [Built at the first use]
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,10 +19,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from axon_ps.collectives.functional import current_group
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.precision import MixedPrecision
+from axon_ps.worker.world import world_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +33,14 @@ class Options:
 
     Attributes:
         reshard_after_forward: of the modules given.
-        replicas: replicas of a mesh of two dimensions; None = the mesh has one.
-        node_size: workers that share a replica of such a mesh.
+        mesh: sizes of the mesh; () = none was given.
         precision: dtypes of compute and wire.
         offload: the part of the model in host memory.
         ignored: parameters that stay as they are.
     """
 
     reshard_after_forward: bool | int | None
-    replicas: int | None
-    node_size: int | None
+    mesh: tuple[int, ...]
     precision: MixedPrecision
     offload: CPUOffload
     ignored: tuple[nn.Parameter, ...]
@@ -141,8 +142,8 @@ def root_with(params: Iterable[torch.Tensor]) -> Mark | None:
             continue
         if left:
             raise InvalidRequest(
-                f"{len(left)} of {len(wanted)} parameters are not of the {_kind(module)} that fully_shard was called on; "
-                "call it on the model that has all of them, after its units; or make an optimizer for the others"
+                f"{len(left)} of {len(wanted)} parameters are not of the {_kind(module)} that fully_shard was called "
+                "on; call it on the model that has all of them, after its units; or make an optimizer for the others"
             )
         return root
     return None
@@ -153,6 +154,8 @@ def _build(root: Mark) -> InPlaceModel:
     assert module is not None
     marked = {child: found.options for child in module.modules() if (found := mark_of(child)) is not None}
     units = {child: options for child, options in marked.items() if child is not module}
+    group = current_group()
+    _check_meshes((options.mesh for options in marked.values()), world_of(group).world_size)
     strategy, node_size = _strategy(root.options, list(units.values()))
     precision = _without_casts(root.options.precision)
     for child, options in units.items():
@@ -164,6 +167,7 @@ def _build(root: Mark) -> InPlaceModel:
     offload = next((o.offload for o in marked.values() if o.offload is not CPUOffload.NONE), CPUOffload.NONE)
     return InPlaceModel(
         module,
+        group,
         sharding_strategy=strategy,
         cpu_offload=offload,
         mixed_precision=precision,
@@ -177,15 +181,23 @@ def _strategy(root: Options, units: list[Options]) -> tuple[ShardingStrategy, in
     """Return the strategy that the options choose, and the workers of a node; see `api.fully_shard`."""
     given = units or [root]
     sizes = {o.reshard_after_forward for o in given if type(o.reshard_after_forward) is int}
-    sizes |= {o.node_size for o in (root, *units) if o.node_size is not None}
+    sizes |= {o.mesh[1] for o in (root, *units) if len(o.mesh) > 1}
     if len(sizes) > 1:
-        raise InvalidRequest(
-            f"reshard_after_forward and mesh name nodes of {' and '.join(map(str, sorted(sizes)))} workers; pass one size"
-        )
+        named = " and ".join(map(str, sorted(sizes)))
+        raise InvalidRequest(f"reshard_after_forward and mesh name nodes of {named} workers; pass one size")
     if sizes:
         return ShardingStrategy.HYBRID_SHARD, sizes.pop()
     reshards = any(o.reshard_after_forward is None for o in units) or any(o.reshard_after_forward for o in given)
     return (ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP), None
+
+
+def _check_meshes(meshes: Iterable[tuple[int, ...]], world_size: int) -> None:
+    for mesh in meshes:
+        if mesh and math.prod(mesh) != world_size:
+            raise InvalidRequest(
+                f"mesh has {math.prod(mesh)} workers and the world {world_size}: a step on the shard servers is a step "
+                "of all of them; pass a mesh of the world"
+            )
 
 
 def _kind(module: nn.Module | None) -> str:
@@ -199,4 +211,3 @@ def _without_casts(precision: MixedPrecision) -> MixedPrecision:
 
 def _text(precision: MixedPrecision) -> str:
     return f"param_dtype={precision.param_dtype}, reduce_dtype={precision.reduce_dtype}"
-

@@ -209,7 +209,8 @@ class FSDPModule(Uncopied):
     def _unit(self) -> tuple[InPlaceModel, int]:
         """Return the model, and the number of this module's unit in it."""
         model = _mark(self).outermost.built()
-        return model, next(unit.number for unit in model.runtime.units if unit.module is self)
+        own: Any = self
+        return model, next(unit.number for unit in model.runtime.units if unit.module is own)
 
 
 def _mark(module: Any) -> Mark:
@@ -226,7 +227,8 @@ def _check_modules(call: str, modules: Sequence[object]) -> None:
 
 def convert(module: nn.Module) -> None:
     """Give a module the class that is both its own and `FSDPModule`."""
-    module.__class__ = _joined(type(module))
+    kind: Any = type(module)
+    module.__class__ = _joined(kind)
 
 
 @functools.cache

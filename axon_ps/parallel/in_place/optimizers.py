@@ -117,12 +117,15 @@ def _recognise(optimizer: Any) -> None:
         optimizer.param_groups.pop()
         raise
     optimizer._root, optimizer._served, optimizer.last = root, None, None
-    optimizer.__class__ = _joined(type(optimizer))
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _joined(kind)
 
 
 @functools.cache
 def _joined(kind: Any) -> Any:
-    made: Any = type(kind.__name__, (OnServers, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    made: Any = type(
+        kind.__name__, (OnServers, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    )
     made.step = torch.optim.Optimizer.profile_hook_step(OnServers.step)
     made.step.hooked = True
     return made
