@@ -1,7 +1,7 @@
 """axon_ps: a gRPC parameter server for sharded training.
 
-`import axon_ps` loads no library. Its names, the packages `data`, `parallel` and `testing`, and the module `types` are
-loaded when they are first used.
+`import axon_ps` imports only the standard library. Its names, the packages `data`, `parallel` and `testing`, and the
+module `types` are loaded when they are first used.
 """
 
 from __future__ import annotations

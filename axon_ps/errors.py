@@ -1,7 +1,7 @@
 """The whole error tree of axon_ps, and the copies of errors that are kept.
 
-This module imports nothing of ours and nothing of gRPC; `rpc.status` is the one place that maps these errors
-to gRPC statuses and back. Blame is in the class:
+This module imports nothing of ours and nothing of gRPC. `rpc.status` is the one place that maps these errors
+to gRPC statuses and back. The class says whose fault it is:
 
     AxonError
     ├── InvalidRequest (ValueError)          the data you gave is wrong: shape, range, name, dtype
@@ -41,7 +41,7 @@ class AxonError(Exception):
 
 
 class InvalidRequest(AxonError, ValueError):
-    """The data given is wrong; the message says what was given, what is needed and what to do."""
+    """The data given is wrong. The message says what was given, what is needed and what to do."""
 
 
 class LayoutMismatch(InvalidRequest):
@@ -53,9 +53,9 @@ class ConfigurationError(InvalidRequest):
 
 
 class Disagreement(InvalidRequest):
-    """The ranks of a group asked for different things in one collective; the message says which rank sent what.
+    """The ranks of a group asked for different things in one collective. The message says which rank sent what.
 
-    Every rank of the group gets it, and no data was used: arrays keep their values, and the group can go on.
+    Every rank of the group gets it, and no data was used: arrays are unchanged, and the group can go on.
     """
 
 
@@ -76,7 +76,7 @@ class PermissionDenied(AxonError, PermissionError):
 
 
 class Broken(AxonError, ConnectionError):
-    """The peer or the network failed; it may have done some, all or none of what was asked."""
+    """The peer or the network failed. It may have done some, all or none of the request."""
 
 
 class Unreachable(Broken):
@@ -96,7 +96,7 @@ class NcclError(Broken):
 
 
 class Timeout(AxonError, TimeoutError):
-    """The caller's deadline passed; the peer may have done some, all or none of what was asked."""
+    """The caller's deadline passed. The peer may have done some, all or none of the request."""
 
 
 class Busy(AxonError):
@@ -136,19 +136,19 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class StorageFull(CheckpointError):
-    """The store has no space left; incomplete files have been removed."""
+    """The store has no space left. Incomplete files have been removed."""
 
 
 class InternalError(AxonError):
-    """A bug of axon_ps; please report it with the message."""
+    """A bug of axon_ps. Please report it with the message."""
 
 
 def again(error: E) -> E:
     """Copy an error without its traceback, to keep the copy, or to raise it in place of a kept error.
 
-    An error holds the frames that it has passed, and so their variables. A kept error that is raised to a user would
-    hold the user's model for ever: a model refers to its world through PyTorch's hooks, where the garbage collector of
-    Python does not look.
+    An error holds the frames that it has passed, and so their variables. A model refers to its world through
+    PyTorch's hooks, which Python's garbage collection does not follow. So a kept error that is raised to a user would
+    hold the user's model for ever.
     """
     copied = type(error).__new__(type(error), *error.args)
     copied.args = error.args
@@ -160,7 +160,7 @@ def again(error: E) -> E:
 def forget(error: BaseException) -> None:
     """Drop the frames passed by an error and by the errors that led to it, with the frames' variables.
 
-    It is for an error that was answered, and that a future or gRPC still keeps.
+    It is for an error that was answered, and to which a future or gRPC still refers.
     """
     passed: BaseException | None = error
     while passed is not None:

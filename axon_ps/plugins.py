@@ -41,7 +41,7 @@ class Registry(Generic[_T]):
         A class that is defined again, in a notebook say, replaces the earlier class.
 
         Raises:
-            ConfigurationError: another class has that name, or it cannot travel.
+            ConfigurationError: another class has that name, or the name is not printable.
         """
         if not (name and name.isprintable()):
             raise ConfigurationError(f"{name!r} cannot be the name of the {self._kind}; a name must be printable")
@@ -72,7 +72,7 @@ class Registry(Generic[_T]):
         )
 
     def is_known(self, name: str) -> bool:
-        """Return True if a class has that name; installed plugins are loaded before a name counts as unknown.
+        """Return True if a class has that name. Installed plugins are loaded before a name counts as unknown.
 
         Raises:
             ConfigurationError: an installed plugin cannot be loaded.

@@ -22,7 +22,7 @@ MAX_JSON_DEPTH: Final = 400
 """Most lists and objects inside each other: a value a hundred deep has three a level (`collectives.encoding`)."""
 
 MAX_JSON_VALUES: Final = 1 << 20
-"""Most values of a text that is read as JSON; they take at most 300 bytes of memory each."""
+"""Most values of a text that is read as JSON. They take at most 300 bytes of memory each."""
 
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
@@ -49,8 +49,8 @@ def suggestion(name: str, known: Iterable[str], *, prefix: str = "", min_similar
     Args:
         name: the unknown name.
         known: the known names.
-        prefix: the beginning that all of them have; it is not compared.
-        min_similarity: from 0 to 1; below it a known name is not near.
+        prefix: the beginning that all of them have. It is not compared.
+        min_similarity: from 0 to 1. Below it a known name is not near.
     """
     endings = [one.removeprefix(prefix) for one in known]
     near = difflib.get_close_matches(name.removeprefix(prefix), endings, 1, min_similarity)
@@ -61,7 +61,7 @@ def value_of_json(text: str | bytes, what: str, *, max_bytes: int = MAX_JSON_BYT
     """Return the value of a JSON text, within bounds of its length, its depth and its number of values.
 
     Args:
-        text: of another program; bytes are UTF-8.
+        text: of another program. Bytes are UTF-8.
         what: its description, for messages.
         max_bytes: the longest that is read.
 
@@ -73,7 +73,7 @@ def value_of_json(text: str | bytes, what: str, *, max_bytes: int = MAX_JSON_BYT
     if len(raw) > max_bytes:
         raise InvalidRequest(f"{what} has {len(raw)} bytes; at most {max_bytes} are read as JSON")
     check_values_of_json(raw, what)
-    if _depth(raw) > MAX_JSON_DEPTH:  # checked first: where a program has raised Python's limit, the stack ends
+    if _depth(raw) > MAX_JSON_DEPTH:  # first: with a raised recursion limit the stack would overflow
         raise _too_deep(what)
     try:
         return json.loads(text if isinstance(text, str) else raw.decode(), object_pairs_hook=_object)

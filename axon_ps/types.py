@@ -49,7 +49,7 @@ class DType(enum.Enum):
     """An element type on the wire. `.numpy` is its storage in numpy: bf16 has no numpy type and is held as uint16.
 
     An element of INT8_BLOCK is `INT8_BLOCK_NUMEL` numbers: their scale, f32, and an int8 for each; see
-    `compress.int8_block`. All others are one number each, and those are what tensors consist of (`NUMBERS`).
+    `compress.int8_block`. All others are one number each, and tensors consist of those (`NUMBERS`).
 
     Attributes:
         numpy: the numpy dtype that stores one element (uint16 for BF16, fields "scale" and "quants" for INT8_BLOCK).
@@ -115,11 +115,11 @@ def parse_dtype(
 
 
 BUFFERS: Final = "buffers/"
-"""The beginning of the key of a model's buffers among the attachments of checkpoints; its name follows."""
+"""The beginning of the key of a model's buffers among the attachments of checkpoints. Its name follows."""
 
 
 class BackendName(enum.StrEnum):
-    """The backends by name; public as `axon_ps.Backend`. Wherever a name is expected, the string does as well.
+    """The backends by name; public as `axon_ps.Backend`. A string is accepted wherever a name is expected.
 
     AUTO is the backend that fits the ranks' hosts.
     """
@@ -164,9 +164,9 @@ class Member:
 
     Attributes:
         role: worker or shard server.
-        rank: stable for the life of the process; workers and shard servers are numbered apart.
+        rank: stable for the life of the process. Workers and shard servers are numbered apart.
         incarnation: random id of this life of the process, 32 hex digits.
-        node: the host (or container) it runs on; workers of one node share it.
+        node: the host (or container) it runs on. Workers of one node share it.
         address: "host:port" where a shard server listens; empty for workers.
         local_rank: position among the workers of its node.
         replica: position of the replica this worker contributes to, dense from 0; -1 for shard servers.
@@ -186,8 +186,8 @@ class Member:
     def id(self) -> str:
         """The name of this process as a member: a process that was lost and came back has another id than before.
 
-        Other processes keep their state of a member (its memory, groups and messages) under this name, so that none of
-        it outlives the membership that it was true in.
+        Other processes store their state of a member (its memory, groups and messages) under this name, so that it ends
+        with the membership.
         """
         return f"{self.incarnation}@{self.joined}"
 
@@ -217,14 +217,14 @@ class Membership:
         version: committed steps of the first model so far.
         workers: live workers.
         shards: live shard servers.
-        num_replicas: how many replicas contribute gradients.
+        num_replicas: the number of replicas that contribute gradients.
         complete: whether there are as many workers and shard servers as the job needs to make a step.
         waiting_for: the missing members when it is not complete, in words.
         finished: workers that left because they had finished, the newest last: their messages are still delivered.
-        models: the progress of every model but the first; a model that is not among them has made no step.
-        by_node: whether replicas are numbered as if a node were one; models may differ in that (`numbered`).
+        models: the progress of every model but the first. A model that is not among them has made no step.
+        by_node: whether replicas are numbered as if a node were one. Models may differ in that (`numbered`).
         is_over: whether the job is over: the last of its workers left because it had finished.
-        state_id: of the job's durable state; another one numbers its generations anew.
+        state_id: of the job's durable state. Another one numbers its generations anew.
     """
 
     generation: int
@@ -278,7 +278,7 @@ class Outcome(enum.Enum):
     """The outcome of a step."""
 
     COMMIT = "commit"
-    SKIP = "skip"  # non-finite gradients: nothing applied, the version stays
+    SKIP = "skip"  # non-finite, missing or unweighted gradients: nothing applied, the version stays
     ABORT = "abort"  # nothing applied, the version stays; `Decision.reason` says why
 
 
@@ -324,7 +324,7 @@ class Decision:
         grad_norm: global L2 norm of the gradients, before clipping; NaN or inf when non-finite, 0 on abort.
         clip_factor: the factor of every gradient: it clips the gradient, and divides it by `weight`.
         hyper: per parameter group, the hyperparameters of this step.
-        reason: why it was skipped or aborted, in words.
+        reason: the reason why it was skipped or aborted, in words.
         next_generation: of an abort because the membership changes: the generation that it changes to; else 0.
         replica_clock: the replica whose step it was; None = all replicas'.
         model: number of the model.
@@ -335,7 +335,7 @@ class Decision:
         untouched: of a commit, numbers in the layout of the parameters that no worker had a gradient of, ascending.
             The optimizer leaves them alone: values, moments and counts of updates.
         optimizer: of a commit: it replaces the model's before the update; None = that stays.
-        refused: of an abort because of the votes: how many of these there are in a row, this one counted; else 0.
+        refused: of an abort because of the votes: the number of these in a row, with this one; else 0.
     """
 
     step: int
@@ -386,7 +386,7 @@ class OptimizerChange:
 
     Attributes:
         spec: the new optimizer.
-        retains_moments: whether it goes on with the moments that there are; otherwise all of them begin anew.
+        retains_moments: whether it goes on with the moments that there are. Otherwise all of them begin anew.
     """
 
     spec: OptimizerSpec
@@ -405,7 +405,7 @@ class StepResult:
         committed: whether the parameters moved.
         version: committed steps so far.
         grad_norm: global L2 norm before clipping (0 when aborted).
-        reason: why it did not commit, in words.
+        reason: the reason why it did not commit, in words.
     """
 
     committed: bool

@@ -2,7 +2,7 @@
 
 - `faults`: a cluster whose processes stop at an exact moment, and whose connections can be disturbed.
 - `chaos`: seeded campaigns of faults against a job, and their reports.
-- `campaigns`: what `make lab` runs by hand: the grid of faults, soaks, kills of whole jobs, failovers, loaders.
+- `campaigns`: programs that `make lab` runs: the grid of faults, soaks, kills of whole jobs, failovers, loaders.
 - `containers`, `upgrade`: jobs in containers, and a job whose processes are upgraded one by one.
 - `interleavings`: the real services under random faults in virtual time, which finds bugs of axon_ps.
 - `fuzz`: hostile messages, connections and checkpoints.

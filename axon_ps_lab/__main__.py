@@ -23,7 +23,7 @@ _COMPONENTS: Final = ("_worker", "_rank", "_device", "_link")
 """Ends of the names of scripts that a benchmark starts."""
 
 _EXTRAS: Final = {"integrations": "lightning"}
-"""By extra that campaigns need, one of its libraries."""
+"""One library of each extra that campaigns need, by extra."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Drives shard engines without a network: the loops that servicer, shell and workers do in earnest."""
+"""Drives shard engines without a network: it runs the loops of servicer, shell and workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from axon_ps.wire.frames import decode_chunk, payload_array
 
 
 def layout_of(*units: Sequence[int], frozen: Sequence[int] = ()) -> Layout:
-    """Units by the numels of their parameters; parameter j of unit i is called "u{i}.p{j}"."""
+    """Return a layout with the numels of each unit's parameters; parameter j of unit i is called "u{i}.p{j}"."""
     return Layout(
         units=tuple(
             build_unit(
@@ -41,7 +41,7 @@ def job_of(
     param: DType = DType.F32,
     grad: DType = DType.F32,
 ) -> JobSpec:
-    """A job with small chunks."""
+    """Return a job with small chunks."""
     return JobSpec(
         layout=layout,
         precision=WirePrecision(param=param, grad=grad),
@@ -50,7 +50,7 @@ def job_of(
 
 
 def one_group(layout: Layout, name: str = "sgd", **hyper: float) -> OptimizerSpec:
-    """An optimizer with every trainable parameter in its only group."""
+    """Return an optimizer with every trainable parameter in its only group."""
     return OptimizerSpec(
         name=name,
         groups=(hyper,),
@@ -59,7 +59,7 @@ def one_group(layout: Layout, name: str = "sgd", **hyper: float) -> OptimizerSpe
 
 
 def map_unit(engine: ShardEngine, owned: OwnedSlice) -> MappedMemory | None:
-    """Have a slice's wire copy where workers map it, as `ModelShell.mapped` does."""
+    """Return a slice's wire copy in memory that workers map, as `ModelShell.mapped` does; None if there is none."""
     if owned.wire.mapped is None and may_map(owned):
         memory = filled_copy(owned, engine.precision.param)
         if memory is not None:
@@ -101,13 +101,13 @@ class Servers:
         return version
 
     def upload(self, values: Sequence[Array]) -> None:
-        """First values: f32[unit_numel] per unit."""
+        """Upload first values: f32[unit_numel] for each unit."""
         for unit, unit_values in enumerate(values):
             for engine, begin, end in self.chunks(unit):
                 engine.parameters.upload(unit, begin, unit_values[begin:end], engine.version)
 
     def chunks(self, unit: int) -> list[tuple[ShardEngine, int, int]]:
-        """Every chunk of a unit with its owner."""
+        """Return every chunk of a unit, with the engine that has it."""
         return [
             (self.engines[s.server], begin, end)
             for s in self.plan.slices[unit]
@@ -115,11 +115,11 @@ class Servers:
         ]
 
     def slice_of(self, s: Slice) -> OwnedSlice:
-        """A slice of the plan, on the server that the plan names."""
+        """Return a slice of the plan from the server that the plan names."""
         return self.engines[s.server].slices.of(s.unit, s.begin)
 
     def push(self, unit: int, replica: int, grad: Array | None) -> None:
-        """One replica's gradient of a unit (f32, cast here); replicas must come in order."""
+        """Push one replica's gradient of a unit (f32, cast here); replicas must push in order."""
         dtype = self.spec.precision.grad
         wire = None if grad is None else cast_to(grad, dtype)
         for engine, begin, end in self.chunks(unit):
@@ -127,18 +127,18 @@ class Servers:
             assert engine.gradients.push(engine.step, unit, begin, replica, dtype, chunk_values) is Push.SUMMED
 
     def commit(self, hyper: Sequence[Hyper] = (), clip_factor: float = 1.0) -> None:
-        """A decision to commit, applied everywhere, chunks in order."""
+        """Apply a decision to commit on all servers, with the chunks in order."""
         for engine in self.engines:
             apply(engine, commit_of(engine, hyper, clip_factor))
 
     def end(self, outcome: Outcome) -> None:
-        """A decision that drops the step."""
+        """Apply a decision that drops the step."""
         for engine in self.engines:
             decision = Decision(step=engine.step, generation=engine.generation, outcome=outcome, version=engine.version)
             assert engine.decide(decision) == []
 
     def train_step(self, grads: Sequence[Sequence[Array | None]], hyper: Sequence[Hyper] = ()) -> None:
-        """Push the gradients (per replica, per unit; frozen units left out by None) and commit."""
+        """Push the gradients (by replica and unit; None for a frozen unit), and commit."""
         for unit, u in enumerate(self.spec.layout.units):
             if u.trainable:
                 for replica, of_replica in enumerate(grads):
@@ -146,7 +146,7 @@ class Servers:
         self.commit(hyper)
 
     def values(self, unit: int) -> Array:
-        """The unit as a worker would gather it, in the wire's storage dtype."""
+        """Return the unit as a worker would gather it, in the wire's storage dtype."""
         dtype = self.spec.precision.param
         out = np.empty(self.spec.layout.units[unit].numel, dtype.numpy)
         for s in self.plan.slices[unit]:
@@ -157,7 +157,7 @@ class Servers:
 
 
 def cast_to(values: Array, dtype: DType) -> Array:
-    """f32 values in a wire dtype."""
+    """Convert f32 values to a wire dtype."""
     if dtype is DType.F32:
         return values
     out = np.empty(values.size, dtype.numpy)
@@ -166,7 +166,7 @@ def cast_to(values: Array, dtype: DType) -> Array:
 
 
 def commit_of(engine: ShardEngine, hyper: Sequence[Hyper] = (), clip_factor: float = 1.0) -> Decision:
-    """The decision that commits the engine's current step."""
+    """Return the decision that commits the engine's current step."""
     return Decision(
         step=engine.step,
         generation=engine.generation,
@@ -178,7 +178,7 @@ def commit_of(engine: ShardEngine, hyper: Sequence[Hyper] = (), clip_factor: flo
 
 
 def apply(engine: ShardEngine, decision: Decision) -> None:
-    """Take a decision and perform what follows from it, two chunks at a time."""
+    """Apply a decision, two chunks at a time."""
     scratch = engine.scratch(2)
     for owned in engine.decide(decision):
         chunks = len(owned.chunks.bounds)

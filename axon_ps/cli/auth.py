@@ -131,7 +131,7 @@ def show(
     *,
     settings: Settings,
 ) -> None:
-    """Say what a certificate or a token is, for whom and until when; without a file, those set for this process."""
+    """Show the role and the end of a certificate or a token; without a file, those of this process's tokens."""
     if file is None:
         found = settings.security().tokens()
         if not found:

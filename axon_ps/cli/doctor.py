@@ -117,7 +117,7 @@ def _shared_memory() -> Finding:
 
 
 def _idle_connections() -> Finding:
-    """Check TCP after a pause: connections are idle between steps, and on a long line take round trips to speed up."""
+    """Check if TCP starts slowly after a pause: between steps connections are idle, so each step would begin slowly."""
     path = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
     try:
         slow = path.read_text(encoding="ascii").strip() != "0"

@@ -37,7 +37,7 @@ def explain(reports: Reports, now: float) -> list[str]:
     """Return one paragraph per collective that hangs.
 
     Args:
-        reports: of the workers that wait in one.
+        reports: the reports of the workers that wait in one.
         now: seconds since the epoch.
     """
     waiting: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = defaultdict(dict)

@@ -36,7 +36,7 @@ class Running:
         pid: its process id.
         kind: its kind.
         job: name of the job.
-        rank: its rank; None = it has none, or its command does not say.
+        rank: its rank; None = it has none, or its command line has no rank.
     """
 
     pid: int

@@ -1,6 +1,6 @@
 """The command `axon-ps`: its commands, and the form in which errors reach the terminal.
 
-A user's mistake prints one red line and exits with 2; any other error prints one and exits with 1.
+After a user's mistake the command prints one line, red on a terminal, and exits with 2; after any other error with 1.
 `--debug` shows the traceback as well. Only the command that is named is imported and built, and it imports what it
 needs when it runs: a job starts this program once for each of its services.
 """
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:] if argv is None else argv
         named = next((argument for argument in arguments if not argument.startswith("-")), None)
         commands(named)(args=arguments, prog_name="axon-ps")
-    except SystemExit as exit_:  # how click ends: usage errors, --help, leave()
+    except SystemExit as exit_:  # click ends so: usage errors, --help, leave()
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except KeyboardInterrupt:
         return 130

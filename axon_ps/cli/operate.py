@@ -39,7 +39,7 @@ def release(
     *,
     settings: Settings,
 ) -> None:
-    """Release a model of a running job, also one too large for the shard servers: its parameters are gone."""
+    """Release a model of a running job, whose parameters are lost; it may be too large for the shard servers."""
     from axon_ps.cli.operations import released
 
     asyncio.run(released(settings, model))

@@ -362,7 +362,7 @@ def _audit_log(settings: Settings, store: StateStore, security: Security) -> Aud
 
 
 def _coordinator_address(settings: Settings) -> str:
-    """Return the coordinator's address; `-` reads it from standard input, so that this can start before it is known."""
+    """Return the coordinator's address; `-` reads it from standard input, as a service may start before it is known."""
     if settings.coordinator != "-":
         return settings.coordinator
     address = sys.stdin.readline().strip()

@@ -50,17 +50,17 @@ class Settings(BaseSettings):
         tls_key: its private key (PEM).
         tls_dir: a directory with all three of these, in SPIRE's layout, whose certificates name roles.
         tls: use TLS by the job's own authority on loopback, too.
-        tls_lifetime_s: how long a certificate of the job's own authority holds.
+        tls_lifetime_s: seconds for which a certificate of the job's own authority is valid.
         spiffe_pattern: the form of the names in these certificates, if another authority than ours made them.
-        tls_mutual: servers: ask every client for a certificate of `tls_ca`.
+        tls_mutual: whether servers ask every client for a certificate of `tls_ca`.
         insecure: bind and connect beyond loopback without TLS or without a token.
         node: name of this host, if it should not be the host name.
         http_port: services: port of the HTTP endpoint, on the address that they listen on; 0 = any free one, None =
             there is no endpoint. Of `run`: that of the embedded coordinator, its shard servers have the next ones.
         trace_every: one step in so many is traced and exported by OpenTelemetry; 0 = none.
-        drain_s: shard servers: how long others may take to get what one holds when it is stopped, in seconds.
+        drain_s: shard servers: seconds that others may take to get the slices of a server that is stopped.
         bulk_port: shard servers: port of bulk connections; 0 = any free one, -1 = none.
-        memory_gb: shard servers: GB of memory that one may have in all; 0 = what the machine lets it have.
+        memory_gb: shard servers: GB of memory that one may have in all; 0 = as much as the machine allows.
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
             empty = see `storage.roots.default_roots`.
@@ -69,7 +69,7 @@ class Settings(BaseSettings):
         checkpoint_key_file: coordinators: a file with the secret that checkpoints are signed with; None = they are not.
         debuggable: services: whether other processes of their user may read their memory, and core dumps are written.
         plugins: names of modules that services import, with commas between them; see `axon_ps.plugins`.
-        log: how records are written.
+        log: the format of log records.
         log_level: the lowest level that is written; empty = the command's default.
     """
 
@@ -162,12 +162,13 @@ class Settings(BaseSettings):
         plugins.load(_names(self.plugins))
 
     def allow_roots(self, host: str, *configured: str, ordered: bool = False) -> None:
-        """Let this process, a service, open checkpoints only where it may.
+        """Let this process, a service, open checkpoints only in the allowed directories.
 
         Args:
             host: the address on which others call it.
             configured: the directories that its configuration names.
-            ordered: only its coordinator lets it open them, which has roots itself: unconfigured, it needs none.
+            ordered: it opens checkpoints only on its coordinator's orders. The coordinator checks its own roots, so
+                this process has none unless they are configured.
         """
         from axon_ps.rpc.auth.loopback import is_private
         from axon_ps.storage import roots

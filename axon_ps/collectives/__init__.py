@@ -1,7 +1,7 @@
 """Collectives among workers, without PyTorch.
 
 process_group     the methods of a group of workers, on arrays of any kind
-group_members · group_calls · group_backends   who is in it; its calls, in their order; what makes them
+group_members · group_calls · group_backends   a group's members; its calls, in their order; its backends
 functional    the same as functions
 backends      move the bytes; selection chooses one for a group
 arrays · arguments · encoding · staging · cuda   users' arrays and values, in the form that backends take

@@ -1,7 +1,7 @@
 """The arguments of collectives: checked on this rank alone, and made into the flat arrays of a call.
 
 Owns: the shapes of arguments and results. A row is an item along the first dimension; a scalar counts as one row. Every
-check raises `InvalidRequest`, which `GroupCalls` reports to the other ranks. Pure.
+check raises `InvalidRequest`, which `GroupCalls` reports to the other ranks. It is pure.
 
 The functions with the names of collectives take the arguments of the methods of `ProcessGroup`, and return the call
 that is to be made.
@@ -197,7 +197,7 @@ def result_like(data: Any, out: Any) -> tuple[Any, Flat, Flat | None]:
 
 
 def _output(given: Any, data: Any, flat: Flat, num_rows: int) -> tuple[Any, Flat]:
-    """Return the array for a number of rows like those of `data`, given or new, and its flat form."""
+    """Return an array of `num_rows` rows like those of `data` (`given`, or a new one), and its flat form."""
     shape = (num_rows, *flat.shape[1:])
     if given is None:
         given = arrays.empty_like(data, shape)

@@ -154,7 +154,7 @@ def _torch(data: Any, what: str) -> Flat:
 
 
 def check_memory(tensor: Any, what: str) -> None:
-    """Check that the elements of a torch tensor lie in memory of its own, one beside the other, as its dtype says.
+    """Check that a torch tensor has memory of its own with one element of its dtype after the other.
 
     Raises:
         InvalidRequest: they do not: sparse, nested, quantised, meta tensors, tensors of classes that hold others, and

@@ -85,7 +85,7 @@ def memory() -> DeviceMemory:
 
 
 def use(stand_in: DeviceMemory) -> DeviceMemory:
-    """Make `memory` return a stand-in; return its value before."""
+    """Make `memory` return a stand-in; return the previous one."""
     global _memory
     before, _memory = _memory, stand_in
     return before

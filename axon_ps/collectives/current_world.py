@@ -15,7 +15,7 @@ from axon_ps.errors import Misuse
 
 
 class JobWorld(Protocol):
-    """A worker's membership in a job, as the collectives know it: an `axon_ps.World`."""
+    """A worker's membership in a job, as the collectives use it: an `axon_ps.World`."""
 
     @property
     def default_group(self) -> Any:
@@ -69,7 +69,7 @@ def mock_world(backend: Backend) -> JobWorld:
     """Return the world of a `MockBackend`'s rank.
 
     Raises:
-        Misuse: no program that makes worlds is loaded.
+        Misuse: the module of `axon_ps.World` is not loaded.
     """
     if _mock_world is None:
         raise Misuse(f"group {backend.context.name!r} was made of a backend; load axon_ps.World to have a job with it")

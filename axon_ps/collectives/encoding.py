@@ -85,7 +85,7 @@ def decode(data: bytes, what: str, types: Types = NO_MORE) -> Any:
         types: the types that `encode` was given.
 
     Raises:
-        InvalidRequest: `encode` returns no such bytes.
+        InvalidRequest: they are not an encoded value.
     """
     try:
         return _value(value_of_json(data, "an encoded value", max_bytes=len(data)), types)

@@ -324,8 +324,8 @@ def empty_shared(
 ) -> Any:
     """Make a numpy array in memory that the ranks of one host share.
 
-    A large collective reads such arrays where they are, if every rank's is one. If the group has no shared memory it is
-    an ordinary array; everything works, with the usual copies.
+    A large collective reads such arrays where they are, if every rank passes one. If the group has no shared memory the
+    result is an ordinary array, which collectives copy as usual.
 
     Args:
         shape: its shape.

@@ -96,7 +96,7 @@ class GroupBackends:
 
 
 class Siblings:
-    """Makes the backends of a group that was made of a backend, and of its sub-groups: siblings of that backend.
+    """Returns the backend that a group was made of, and makes its siblings for sub-groups.
 
     Args:
         backend: the group's.

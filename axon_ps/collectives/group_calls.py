@@ -37,7 +37,7 @@ CLOSE_TIMEOUT_S = 5.0
 """Seconds that `close` waits for pending calls after it has aborted them."""
 
 LINGER_S = 10.0
-"""Seconds that a finished worker waits until its messages from asynchronous sends are received."""
+"""Most seconds for which a finished worker waits until its messages from asynchronous sends are received."""
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class GroupCalls:
         """Return the calls of a sub-group; `abort` and `close` of ours end them too.
 
         Args:
-            name: of the sub-group, below ours; never used before.
+            name: name of the sub-group, below ours; never used before.
             positions: its members' positions in this group, in their new order.
             backend: name of its backend for host memory, or "auto".
             timeout_s: its default time-out, in seconds; None = ours.
@@ -124,7 +124,7 @@ class GroupCalls:
         Args:
             what: its name.
             prepare: checks its arguments; an error of it is also reported to the other ranks.
-            data: an array of the memory that it is made in.
+            data: an array in the kind of memory, host or device, for which the call is made.
             timeout_s: seconds that it may take; None = the default.
             async_op: return a `Work`.
 
@@ -213,7 +213,7 @@ class GroupCalls:
             self.sequence += 1
             self._refuse(device, refusal, limit_s)
 
-        with contextlib.suppress(AxonError):  # the caller's own mistake says more
+        with contextlib.suppress(AxonError):  # the caller's own error is more precise
             self._enqueue(self._queue, run, what, async_op)
 
     def _refuse(self, device: bool, refusal: Call, limit_s: float) -> None:
@@ -322,7 +322,7 @@ class GroupCalls:
     def member_finished(self, finished: set[str], error: AxonError) -> None:
         """End later collectives, since members have finished and left; messages that they sent are still received.
 
-        Calls that wait for one of them end with an error by themselves: the backends notice that it is gone.
+        Calls in which one of them is missing end with an error: the backends find that it has gone.
 
         Args:
             finished: ids of members.

@@ -1,4 +1,4 @@
-"""`GroupMembers`: who is in a group of workers, and the job that they are in.
+"""`GroupMembers`: the members of a group of workers, and their job.
 
 Owns: this worker's rank, checks of ranks, and the members of sub-groups. Refuses: to communicate.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from axon_ps.collectives.current_world import JobWorld
 
 WORLD_PREFIX = "world@"
-"""The begin of the name of a group of all workers; the last generation in which one joined, and a digest, follow."""
+"""The begin of the name of a group of all workers; the last generation with a new worker, and a digest, follow."""
 
 
 class GroupMembers:
@@ -23,7 +23,7 @@ class GroupMembers:
 
     Attributes:
         context: the group, as its backends get it.
-        name: of the group.
+        name: name of the group.
         ranks: the members' world ranks, by position.
         world_size: number of members.
         joined: True = this worker is a member.
@@ -98,7 +98,7 @@ class GroupMembers:
         """Return the members of a sub-group; this worker need not be one of them.
 
         Args:
-            name: of the sub-group, below ours.
+            name: name of the sub-group, below ours.
             positions: its members' positions in this group, in their new order.
             timeout_s: seconds that making its backend may take.
         """

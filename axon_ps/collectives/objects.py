@@ -67,7 +67,7 @@ def broadcast_object_list(
     """Replace the items of `object_list` by those of rank `src`'s; return it.
 
     Args:
-        object_list: as long on every rank; only rank `src`'s items are used.
+        object_list: a list of the same length on every rank; only rank `src`'s items are used.
         src: the rank that has the values.
         group: see this module.
         timeout_s: see this module.

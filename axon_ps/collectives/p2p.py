@@ -1,7 +1,7 @@
 """Exchanges between ranks that cannot deadlock: `sendrecv`, and `batch_isend_irecv` of torch.distributed.
 
 Owns: that all messages of an exchange are started before any of them is waited for. So ranks may send in rings and to
-each other, in any order, although a send waits for its receiver.
+each other, in any order, although a send may block until its receiver comes.
 
 Messages of the same sender, receiver and tag arrive in the order of the calls. Ranks are positions in the group.
 """
@@ -134,7 +134,7 @@ def sendrecv(
     try:
         receiving.wait()
     except BaseException:
-        with contextlib.suppress(AxonError):  # the error of the receive says more
+        with contextlib.suppress(AxonError):  # the error of the receive is more precise
             sending.wait()
         raise
     sending.wait()

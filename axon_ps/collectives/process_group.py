@@ -35,16 +35,17 @@ class ProcessGroup:
     """Some workers of a job, in a fixed order. Ranks below are positions in the group; `ranks` has their world ranks.
 
     Every collective takes a numpy, torch or cupy array of any layout, or memory by the buffer protocol or DLPack, of
-    dtypes f64 f32 f16 bf16 i64 i32 u8 bool. All ranks must give the same shape (where not said otherwise) and dtype,
-    and make their calls in the same order. Each blocks, at most `timeout_s` seconds (the world's default if None), or
-    with `async_op=True` returns a `Work` whose `wait()` gives the result; the arrays must not be touched before that.
+    dtypes f64 f32 f16 bf16 i64 i32 u8 bool. Unless a method allows more, all ranks must give the same shape. All must
+    give the same dtype, and make their calls in the same order. Each blocks, at most `timeout_s` seconds (the world's
+    default if None), or with `async_op=True` returns a `Work` whose `wait()` gives the result. The arrays must not be
+    touched before that.
 
     Every collective raises:
 
         Disagreement: the ranks' calls differ; every rank gets the calls of all ranks. Nothing was changed, except that
             `out` of an all-reduce may have `data`, and the group can go on.
         InvalidRequest: this rank's arguments are not valid. The matching calls of the other ranks end with a
-            `Disagreement` that has the reason; until they come this one waits for them, as any call does.
+            `Disagreement` that has the reason; until they come this rank waits for them, as in any call.
         MemberLost: a member has died or left.
         Timeout: some members did not come; the message names them.
         Broken: a rank broke off, or the transport failed.
@@ -52,11 +53,11 @@ class ProcessGroup:
         Closed: the group or the world was closed.
         AxonError: the backend cannot be made (`Unreachable`, `Busy`, `NcclError`, for example).
 
-    After an error: after `Disagreement`, `InvalidRequest` and `Misuse` it can go on. After any other it has ended, and
-    the values of output arrays are undefined; make another group of the workers that are left.
+    After an error: after `Disagreement`, `InvalidRequest` and `Misuse` the group can go on. After any other it has
+    ended, and the values of output arrays are undefined. Make another group of the workers that are left.
 
     Attributes:
-        name: of the group, the same on every member.
+        name: name of the group, the same on every member.
         ranks: the members' world ranks, by position.
         members: the members, by position.
         world_size: number of members.
@@ -69,8 +70,9 @@ class ProcessGroup:
         """Make a group of the ranks that a backend connects; the groups of a world are made by the world.
 
         Args:
-            backend: the group's; it is closed with the group. Sub-groups get siblings of it. A world gives calls.
-            timeout_s: of a backend: default time-out of every operation, in seconds.
+            backend: the group's; it is closed with the group. Sub-groups get siblings of it. A world passes calls
+                instead.
+            timeout_s: default time-out of every operation, in seconds; for groups made of a backend.
         """
         self.calls = backend if isinstance(backend, GroupCalls) else GroupCalls.over(backend, timeout_s)
         self._who = self.calls.members
@@ -106,14 +108,13 @@ class ProcessGroup:
     def mock(world_size: int | None = None) -> ProcessGroup | list[ProcessGroup]:
         """Make a group of threads of this process, for tests and experiments.
 
-        Features that need a job, such as FSDP, have one: see `World.mock`. It starts when needed, and ends with the
-        groups.
+        Features that need a job, such as FSDP, start one when it is needed: see `World.mock`. It ends with the groups.
 
         Args:
             world_size: number of ranks; None = one, this thread.
 
         Returns:
-            The group; of several ranks a list with the group as each of them sees it.
+            The group; if `world_size` is given, a list with the group as each rank sees it.
 
         Raises:
             InvalidRequest: `world_size` is less than 1.
@@ -123,7 +124,7 @@ class ProcessGroup:
         ]
         return groups[0] if world_size is None else groups
 
-    # ------------------------------------------------------------------ who is in it
+    # ------------------------------------------------------------------ members
 
     @property
     def rank(self) -> int:
@@ -427,8 +428,8 @@ class ProcessGroup:
             out: the array to fill; None = a new numpy array.
             source: the sender.
             tag: the tag with which it was sent.
-            shape: without `out`: shape of the message.
-            dtype: without `out`: numpy dtype of the message.
+            shape: shape of the message, if `out` is not given.
+            dtype: numpy dtype of the message, if `out` is not given.
             timeout_s: seconds that it may take.
             async_op: return a `Work`.
 

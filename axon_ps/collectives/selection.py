@@ -23,7 +23,7 @@ _registered: dict[str, Make] = {}
 
 
 def register_backend(name: str, make: Make) -> None:
-    """Add a backend for groups that ask for `name`; call it on every worker, before the first such group.
+    """Add a backend for groups made with `name`; call it on every worker, before the first such group.
 
     Raises:
         ConfigurationError: the name is taken.
@@ -57,8 +57,7 @@ class BackendMaker:
 
     Args:
         grpc: makes a backend that goes through the shard servers.
-        threads: True = the ranks are threads of this process: then "mock" serves every memory, if nothing else is asked
-            for.
+        threads: True = the ranks are threads of this process: then "auto" is "mock", for host and device memory.
     """
 
     def __init__(self, grpc: Make, *, threads: bool = False) -> None:

@@ -68,7 +68,7 @@ class MemoryStore:
 
 
 class AbortableStore:
-    """A store whose waits end when a member is lost, so that making a backend does not wait for it.
+    """A store whose waits end when a member is lost, so that a backend's maker does not wait for that member.
 
     Attributes:
         inner: the store that it wraps.
@@ -102,7 +102,7 @@ class AbortableStore:
         while True:
             if self._error is not None:
                 raise again(self._error)
-            no_more = self._no_more  # read before the key is
+            no_more = self._no_more  # must be read before the key
             left_s = 0.0 if no_more is not None else max(0.0, deadline - time.monotonic())
             try:
                 return self.inner.wait(key, min(left_s, LOOK_EVERY_S))

@@ -48,7 +48,7 @@ class Work(Generic[T]):
 
     Args:
         future: its result.
-        what: for error messages ("gathering unit 3").
+        what: its name in error messages ("gathering unit 3").
     """
 
     def __init__(self, future: concurrent.futures.Future[T], what: str) -> None:
@@ -106,7 +106,7 @@ class LoopWork(Work[T]):
     Args:
         loop: the loop that runs it.
         coroutine: the coroutine; it is started at once.
-        what: for error messages.
+        what: its name in error messages.
     """
 
     def __init__(self, loop: BackgroundLoop, coroutine: Coroutine[Any, Any, T], what: str) -> None:

@@ -1,4 +1,4 @@
-"""The largest magnitudes of every block of 4096 numbers, in 2 to 4 bits each; the other numbers stay in the residual.
+"""The largest magnitudes of every block of 4096 numbers, in 2 to 4 bits each. The other numbers stay in the residual.
 
     shape legend: a block has m numbers, 4096 but for the last, of which k = ceil(fraction · m) are sent
     bytes of a block: the k-th largest and the largest magnitude, f32 little-endian, then for each number sent, by
@@ -8,8 +8,8 @@
 The range between the k-th largest and the largest magnitude of a block is cut into 2^(bits - 1) equal parts. Each
 magnitude sent is replaced by the middle of its part, and the error goes to the residual too. Of equal magnitudes the
 first are taken. The compressor is meant for the pseudo-gradients of DiLoCo: with error feedback, 1 to 3 % of them in 2
-bits train as well as all of them (SparseLoCo, Sarfi et al., 2025, https://arxiv.org/abs/2508.15706, which takes 64 of
-every 4096).
+bits train as well as all of them. The source is SparseLoCo (Sarfi et al., 2025, https://arxiv.org/abs/2508.15706),
+which takes 64 of every 4096.
 
 A block with a number that is not finite decompresses to k NaNs, and its residual stays as it was.
 """
@@ -36,7 +36,7 @@ class BlockTopK(Compressor):
     """The largest magnitudes of every block, in few bits, and where they are; gradients only.
 
     Attributes:
-        fraction: fraction of the numbers that is sent, above 0 and at most 1; k is rounded up.
+        fraction: fraction of the numbers that is sent, above 0 and at most 1. The count is rounded up.
         bits: bits of each magnitude sent, 2 to 4, the sign included.
 
     Raises:

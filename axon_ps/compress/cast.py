@@ -1,14 +1,14 @@
 """Casts between f32 and the wire dtypes, and the sum of gradient chunks in f32.
 
 Owns: f32 → bf16, f16 and back, the accumulation of wire chunks into an f32 gradient, and its sum of squares. Shapes:
-`n` is the numel of one chunk, or of any range of one; every array is 1-D and C-contiguous.
+`n` is the numel of one chunk, or of any range of one. Every array is 1-D and C-contiguous.
 Refuses: dtypes other than `WIRE_DTYPES`, in which gradients and parameters travel, and arrays that differ in length,
 because a compiled loop does not check its bounds. Importing this imports numba.
 
 Invariants:
 - Rounding is to nearest, ties to even, also for subnormals and for overflow to infinity. A NaN becomes a quiet NaN.
   Everything else has the same bits as torch's `.to(torch.bfloat16)` and `.to(torch.float16)`.
-- A result depends neither on the machine's vector width nor on how a slice was cut into ranges; only
+- A result depends neither on the machine's vector width nor on how a slice was cut into ranges. Only
   `sum_of_squares` depends on where its array begins.
 - Every loop runs on one thread with the GIL released. For two cores, cut the slice in two.
 """
@@ -83,10 +83,10 @@ def accumulate(
         acc: f32[n], updated in place.
         chunk: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
         dtype: element type of `chunk`, a wire dtype.
-        first: whether this is the first replica; if so, `acc` is overwritten.
+        first: whether this is the first replica. If so, `acc` is overwritten.
         digests: u64[2, blocks of acc]: the digests of what was read of `acc` are added to the first row, those of what
             was written to the second. Nothing is read for the first replica. See `kernels.digest`. None = no digests.
-        block_numel: elements of a block, a multiple of TILE_NUMEL; the last one may have fewer.
+        block_numel: elements of a block, a multiple of TILE_NUMEL. The last one may have fewer.
 
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.

@@ -1,8 +1,8 @@
-"""The interface of compressors. They turn f32 numbers into fewer bytes and keep the error in a residual.
+"""The interface of compressors. They turn f32 numbers into fewer bytes and store the error in a residual.
 
 Owns: the `Compressor` interface, and the checks of arrays that the compiled loops do not make.
-Pure and light: importing this imports no numba; a compressor compiles its loops when it is first used.
-Refuses: state. One compressor object serves every array, from any number of threads; residuals are the caller's (see
+Pure and light: importing this imports no numba. A compressor compiles its loops when it is first used.
+Refuses: state. One compressor object serves every array, from any number of threads. Residuals are the caller's (see
 `compress.feedback`).
 
     shape legend: n = numbers in one array, b = compressed_bytes(n), a function of n alone
@@ -37,7 +37,7 @@ _F32, _U8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """A way to make f32 arrays smaller. Thread-safe; the GIL is released in every loop.
+    """A way to make f32 arrays smaller. It is thread-safe. The GIL is released in every loop.
 
     A subclass is a frozen dataclass whose fields, all numbers, are its options. A subclass without options need not be
     a dataclass. It is registered under a name. Only the name and the options are sent to other processes.
@@ -156,19 +156,19 @@ class Compressor(ABC):
 
     @abstractmethod
     def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:
-        """Compress after the checks; `values` is read-only, `residual_out` is the residual itself or another array."""
+        """Compress after the checks. `values` is read-only, `residual_out` is the residual itself or another array."""
 
     @abstractmethod
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
-        """Set acc = data if `first`, else acc += data, after the checks; `data` is read-only."""
+        """Set acc = data if `first`, else acc += data, after the checks. `data` is read-only."""
 
     def _check(self, data: Array, numel: int) -> None:
-        """Check the content after the size; compressors that accept any bytes override this to skip decompressing."""
+        """Check the content after the size. Compressors that accept any bytes override this to skip decompressing."""
         self._decompress(data, np.empty(numel, np.float32), True)
 
 
 def blocks_of(numel: int, block_numel: int) -> int:
-    """Return the number of blocks that `numel` elements are cut into; the last may be shorter."""
+    """Return the number of blocks that `numel` elements are cut into. The last may be shorter."""
     return -(-numel // block_numel)
 
 

@@ -2,7 +2,7 @@
 
     bytes: n numbers of two bytes, little-endian
 
-A number that is not finite, or is too large for fp16, arrives as NaN or infinity; its residual stays as it was.
+A number that is not finite, or is too large for fp16, arrives as NaN or infinity. Its residual stays as it was.
 """
 
 from __future__ import annotations

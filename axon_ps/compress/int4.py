@@ -22,7 +22,8 @@ The table has the lost part of the sum of squares, as measured:
     numbers of Laplace's distribution 0.85 %               1.4 %
 
 Half of the numbers lose less than 0.4 % of their neighbours' mean square, and 0.6 % without the rotation. That matters
-because AdamW divides each number by its own size. Blocks of 64 lose 1.1 to 1.5 %, scales that are powers of two 2 %.
+because AdamW divides each number by its own size. Blocks of 64 lose 1.1 to 1.5 %. With powers of two as scales, 2 % are
+lost.
 
 Edges, all tested: a block with a NaN or an infinity decompresses to all NaN; a block whose largest coefficient (a mean
 of ±numbers) is under 2^-100 is sent as zeros; a block 2^16 times smaller than the largest of its tile loses more; a
@@ -46,7 +47,7 @@ _PAIR_BYTES, _TILE_SCALE_BYTES = 16, 4
 
 @register("int4")
 class Int4(Compressor):
-    """Rotated blocks of int4 with two levels of scales: 0.535 bytes a number; parameters travel as differences."""
+    """Rotated blocks of int4 with two levels of scales: 0.535 bytes a number. Parameters travel as differences."""
 
     differences: ClassVar[bool] = True
 

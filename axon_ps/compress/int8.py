@@ -4,11 +4,11 @@
     bytes: scales f32[k] little-endian, then quants i8[n]; 4 k + n in all (1.016 n for blocks of 256)
 
 A number x becomes q = x · 127 / max|block|, rounded to the nearest integer, ties to even, and decompresses to
-q · scale; the error is at most half a scale. The quantisation is symmetric, without a zero point: zero stays zero. The
+q · scale. The error is at most half a scale. The quantisation is symmetric, without a zero point: zero stays zero. The
 blocks are from Dettmers et al., 2022, "8-bit optimizers via block-wise quantization"; ZeRO++ uses them for weights.
 
 Edges, all tested: a block with a NaN or an infinity has the scale NaN and decompresses to all NaN; a block whose
-largest magnitude is under 2^-100 is sent as zeros (its scale would be subnormal); a finite block decompresses to finite
+largest magnitude is under 2^-100 is sent as zeros (its scale could be subnormal); a finite block decompresses to finite
 numbers.
 """
 

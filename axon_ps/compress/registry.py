@@ -22,7 +22,7 @@ def compressor(name: str, **options: float) -> Compressor:
     Args:
         name: "int8" (option `block_numel`), "int4", "top_k" (option `fraction`), "block_top_k" (options `fraction`,
             `bits`), "bf16", "fp16", or the name of a plugin's compressor.
-        options: fields of its dataclass; those not given have their defaults.
+        options: fields of its dataclass. Those not given have their defaults.
 
     Raises:
         InvalidRequest: there is no such compressor, it has no such option, or a value is out of range.
@@ -37,7 +37,7 @@ def compressor(name: str, **options: float) -> Compressor:
 
 
 def _number(name: str, field: dataclasses.Field[object], value: float) -> float:
-    """Return the value of an option; an integer's arrives from the wire as a float."""
+    """Return the value of an option. An integer's arrives from the wire as a float."""
     if not isinstance(value, (int, float)):
         raise InvalidRequest(f"option {field.name} of compressor {name!r} is {value!r}; it must be a number")
     if field.type not in (int, "int"):

@@ -1,4 +1,4 @@
-"""Top-k: the largest magnitudes of an array and their indices; the other numbers stay in the residual.
+"""Top-k: the largest magnitudes of an array and their indices. The other numbers stay in the residual.
 
     shape legend: n = numbers, k = ceil(fraction · n)
     bytes: indices u32[k] ascending, then values f32[k], little-endian; 8 k in all (0.08 n for a fraction of 0.01)
@@ -7,8 +7,8 @@ The k-th largest magnitude is found by counting, digit by digit over the bits of
 number of passes does not depend on k. Of equal magnitudes the first are taken. The selected numbers are sent exactly,
 so the residual is zero there and the full number elsewhere (Aji and Heafield, 2017; Stich et al., 2018).
 
-If any number is not finite, the first k values are sent as NaN and the residual stays as it was. One NaN among the
-selected would be enough for the receiver, but the numbers are useless then.
+If any number is not finite, the first k values are sent as NaN and the residual stays as it was. One NaN would be
+enough for the receiver, but the other numbers are useless then, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TopK(Compressor):
     """The largest magnitudes of every array and their indices; gradients only, since the rest is sent later.
 
     Attributes:
-        fraction: fraction of the numbers that is sent, above 0 and at most 1; k is rounded up.
+        fraction: fraction of the numbers that is sent, above 0 and at most 1. The count is rounded up.
 
     Raises:
         InvalidRequest: the fraction is out of range.

@@ -44,7 +44,7 @@ class Header:
     Attributes:
         slot: the slot with the content, 0 or 1.
         blocks: the number of values with the content; 0 = there is no content.
-        sha256: of the content; empty = there is none. A hash without blocks is of content that was too large.
+        sha256: of the content; empty = there is none. A hash without blocks is of content that did not fit.
         epoch: of the model, if the content came with a restore that began it; -1 = a worker attached it.
         source: the checkpoint that it came from; empty = none.
     """
@@ -57,7 +57,7 @@ class Header:
 
     @classmethod
     def of(cls, value: bytes | None) -> Header:
-        """Decode a stored header; without a value, return a header without content.
+        """Decode a stored header. Without a value, return a header without content.
 
         Raises:
             InvalidRequest: it is damaged.
@@ -202,7 +202,7 @@ def restored(
 
 
 def _present(store: Store, key: str) -> Header:
-    """Return the header that is about to be replaced; a damaged one has no content to preserve."""
+    """Return the header that is about to be replaced. A damaged one has no content to preserve."""
     try:
         return Header.of(store.peek(header_key(key)))
     except InvalidRequest:

@@ -1,7 +1,7 @@
 """The schedule of automatic checkpoints. Pure.
 
 Owns: the policy as the user gives it, and the decision that a checkpoint is due. Refuses: to write, verify and remove
-checkpoints; the server's `automatic` does.
+checkpoints (the server's `automatic`).
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from axon_ps.errors import ConfigurationError
 
 FIRST_RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 300.0
-"""Bounds of the pause, in seconds, after a checkpoint that could not be written; it doubles each time."""
+"""Bounds of the pause, in seconds, after a checkpoint that could not be written. The pause doubles each time."""
 
 _UNITS_S: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """The place, the times and the number of automatic checkpoints.
+    """The directory, the times and the number of automatic checkpoints.
 
     Attributes:
         directory: a directory that the coordinator and all shard servers see: a path, or a URI; empty = none is
             written, and none is restored.
         every_steps: committed steps, of all models together, between two; 0 = steps do not count.
         every_s: seconds between two; 0 = time does not count. Nothing is written while no step commits.
-        limit: the number that remain; older automatic ones are removed.
+        limit: the number that remain. Older automatic ones are removed.
     """
 
     directory: str = ""
@@ -50,7 +50,7 @@ class CheckpointPolicy:
 
     @classmethod
     def of(cls, directory: str, every: str, limit: int) -> CheckpointPolicy:
-        """Make the policy from options; `every` is a text for `parse_every`, or empty: none is written.
+        """Make the policy from options. `every` is a text for `parse_every`, or empty: none is written.
 
         Raises:
             ConfigurationError: there can be no such policy.

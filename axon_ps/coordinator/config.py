@@ -16,7 +16,7 @@ class CoordinatorConfig:
     Attributes:
         job: its name.
         world_size: workers it starts with; 0 = as the first worker requests.
-        num_shards: shard servers it begins with; units are cut over this many.
+        num_shards: shard servers it begins with. Units are cut into slices for this many.
         replication: number of shard servers that hold each slice; 0 = 2 if there are two or more, else 1.
         min_workers: number of workers that it needs after it was complete once; None = world_size.
         lease_s: seconds for which a silent member stays a member.
@@ -28,7 +28,7 @@ class CoordinatorConfig:
             values.
         checkpoints: the policy of automatic checkpoints and restores.
         begin_anew: text for people about a way to begin the job anew; empty = none is shown.
-        in_worker: whether workers run in the coordinator's process; delays of its event loop are normal then.
+        in_worker: whether workers run in the coordinator's process. Delays of its event loop are normal then.
     """
 
     job: str = "default"

@@ -75,7 +75,7 @@ MIN_LEASE_S = 0.01
 """Shortest lease that it may give."""
 
 LEAST_WEIGHT = 1e-12
-"""Least weight of a vote, unless it is 0; the largest is the reciprocal."""
+"""Least weight of a vote, unless it is 0. The largest is the reciprocal."""
 MAX_KNOWN_NAMES = 1 << 10
 """Most optimizers, and most compressors, that a shard server may list."""
 
@@ -159,7 +159,7 @@ connectivity_to_proto = CONNECTIVITY.to_proto
 
 
 def connectivity_from_proto(carrier: session_pb2.Join | membership_pb2.Heartbeat) -> Connectivity | None:
-    """Return the report of whom a member reaches, from a message that may have one; None = none.
+    """Return the report of the members that a member reaches, from a message that may have one; None = none.
 
     Raises:
         InvalidRequest: it has a malformed incarnation, or names more members than a job can have.
@@ -468,7 +468,7 @@ status_from_proto = STATUS.from_proto
 
 
 def status_to_proto(status: Status, *, membership: bool = True) -> status_pb2.StatusReply:
-    """Return the status of the job, as a message; the membership may be left out."""
+    """Return the status of the job, as a message. The membership may be left out."""
     message = STATUS.to_proto(status)
     if membership:
         message.membership.CopyFrom(codec.membership_to_proto(status.membership))

@@ -1,4 +1,4 @@
-"""Samples that a replica trains on, and their order. Pure: knows no framework, no world and no file."""
+"""Samples that a replica trains on, and their order. Pure: it needs no framework, no world and no file."""
 
 from axon_ps.data.elastic import ElasticBatch, SamplePlan
 from axon_ps.data.permutation import Permutation

@@ -1,4 +1,4 @@
-"""The samples of each step and of each worker, for any set of members. Pure: knows no framework and no world.
+"""The samples of each step and of each worker, for any set of members. Pure: it needs no framework and no world.
 
 An epoch is an order of all samples (see `Permutation`). A step takes the next `batch_size` samples of it, over all
 workers together. They are cut into micro-batches of nearly equal size, at least one for each replica. The micro-batches
@@ -25,7 +25,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.texts import value_of_json
 
 _ORDER: Final = ("length", "shuffle", "seed")
-"""Fields without which a position means nothing."""
+"""Fields that a plan must share with a stored position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Coordinates:
     Attributes:
         replica: the number of its replica.
         num_replicas: number of replicas.
-        index: its number among the workers of its replica; all of them compute the same number of micro-batches.
+        index: its number among the workers of its replica. All of them compute the same number of micro-batches.
         workers: number of workers of a replica.
     """
 
@@ -125,9 +125,9 @@ class SamplePlan:
     Args:
         length: samples of the data set.
         batch: the batch of a step.
-        shuffle: whether each epoch has another order; if not, the order is that of the data set.
+        shuffle: whether each epoch has another order. If not, the order is that of the data set.
         seed: selects the orders.
-        drop_last: leave out an incomplete batch at the end of an epoch; if not, the last step is smaller.
+        drop_last: leave out an incomplete batch at the end of an epoch. If not, the last step is smaller.
 
     Attributes:
         end: number of samples of an epoch that are used.

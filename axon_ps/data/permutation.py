@@ -1,6 +1,6 @@
 """`Permutation`: the shuffled order of an epoch, any range of which is computed without the rest.
 
-Short orders are the ranks of random keys: every order is as likely as every other. Long ones are computed position by
+A short order sorts random keys, so every order is as likely as every other. Long ones are computed position by
 position, by a cipher on the smallest power of two that is large enough. The cipher is a Feistel network of alternating
 halves. A result beyond the end is enciphered again until it is not (Black and Rogaway 2002, Ciphers with Arbitrary
 Finite Domains). So a billion samples take no memory, and an epoch resumes anywhere at once.

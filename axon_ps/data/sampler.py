@@ -1,7 +1,7 @@
 """`DistributedSampler`: the samples of each replica, such that all replicas together take each once in an epoch.
 
 Owns: the position in an epoch, and dealing the remaining samples to the replicas. Refuses: to guess the samples that
-were trained on; the caller reports them by `advance`.
+were trained on. The caller reports them by `advance`.
 
 An epoch is an order of all samples (see `Permutation`). The rest of it, from a position on, is dealt out round-robin:
 with R replicas, replica r takes positions begin + r, begin + r + R, begin + r + 2 R and so on. When the number of
@@ -44,7 +44,7 @@ class DistributedSampler:
         dataset: the data set, of which only the length is used, or the length.
         num_replicas: replicas that share it: `world.num_replicas`, or `mesh.size("data")`.
         rank: this replica: `world.replica`, or `mesh.coordinate("data")`.
-        shuffle: whether each epoch has another order; if not, the order is that of the data set.
+        shuffle: whether each epoch has another order. If not, the order is that of the data set.
         seed: selects the orders; the same on every replica.
         drop_last: leave out the remainder at the end of the epoch.
         pad: without `drop_last`: repeat samples of the epoch's beginning, so that all replicas have equally many. If
@@ -132,7 +132,7 @@ class DistributedSampler:
         self._reports_consumed = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; nothing changes if it is the current one.
+        """Begin an epoch. Nothing changes if it is the current one.
 
         Raises:
             InvalidRequest: it is negative or too large.
@@ -143,7 +143,7 @@ class DistributedSampler:
             self._deal(0, self.num_replicas, self.rank)
 
     def resize(self, num_replicas: int, rank: int) -> None:
-        """Deal out the rest of the epoch to another number of replicas; every replica calls it at the same position.
+        """Deal out the rest of the epoch to another number of replicas. Every replica calls it at the same position.
 
         A new replica loads the state of another one instead (`load_state_dict`).
 
@@ -178,7 +178,7 @@ class DistributedSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a sampler, of any number of replicas; its order and seed are taken over.
+        """Continue from the state of a sampler, of any number of replicas. Its order and seed are taken over.
 
         Raises:
             InvalidRequest: it is of another data set, or is not a state. Nothing was changed.

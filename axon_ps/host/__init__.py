@@ -1,4 +1,4 @@
-"""This machine and this process; knows nothing of jobs.
+"""This machine and this process, without anything of jobs.
 
 fork            the restrictions of a fork of a worker
 children · tether   child processes that end with this one

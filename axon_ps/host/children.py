@@ -164,7 +164,7 @@ class Child:
         return content.decode().strip() if content.endswith(b"\n") else ""
 
     def send_line(self, line: str) -> None:
-        """Write a line to its standard input and close that; if it has died, its output shows the reason."""
+        """Write a line to its standard input and close that. If it has died, its output shows the reason."""
         assert self._stdin is not None, "started without a pipe to its standard input"
         with contextlib.suppress(BrokenPipeError):
             if not self._stdin.closed:  # it has not ended

@@ -1,4 +1,4 @@
-"""Forks of a worker: data loaders, pools and programs may fork it at any moment; this keeps both processes unharmed.
+"""Forks of a worker: data loaders, pools and programs may fork it at any moment, and both processes stay unharmed.
 
 Owns: switching gRPC's own fork handlers off, detecting a fork of a process that had opened connections, and the limits
 on such a fork.
@@ -11,7 +11,7 @@ Note: [A fork of a worker]
       collected. Objects that close themselves with their last reference stay referenced (`in_child`);
     - it may not join a job: gRPC can be started once in a process, and the parent has started it.
     gRPC's own handlers do the opposite: they stop its threads, start others in the child, and end the connections
-    there. That is a segmentation fault when an event loop uses gRPC meanwhile. The handlers can be turned off only
+    there. That causes a segmentation fault when an event loop uses gRPC meanwhile. The handlers can be turned off only
     before gRPC is loaded, by a variable. If a program has loaded gRPC with them before `axon_ps`, forking is refused.
 """
 
@@ -30,7 +30,7 @@ from typing import Any, Final
 from axon_ps.errors import Misuse
 
 VARIABLE: Final = "GRPC_ENABLE_FORK_SUPPORT"
-"""gRPC reads it when it is loaded; on is the default."""
+"""gRPC reads it when it is loaded. The default is on."""
 
 _ON, _OFF = ("1", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no")
 _FORKS: Final = ("os.fork", "os.forkpty")  # events of audit hooks
@@ -45,7 +45,7 @@ _at_exit: dict[Callable[[], object], Callable[[], None]] = {}
 
 
 def disable_grpc_fork_handlers() -> None:
-    """Have gRPC loaded without its fork handlers; `import axon_ps` calls it before any module of ours loads gRPC.
+    """Have gRPC loaded without its fork handlers. `import axon_ps` calls it before any module of ours loads gRPC.
 
     See Note: [A fork of a worker].
     """
@@ -111,7 +111,7 @@ def check_may_join() -> None:
 
 
 def in_child(callback: Callable[[], object]) -> Callable[[], object]:
-    """Have `callback` called at the beginning of every fork of a worker; its result lives as long as the fork."""
+    """Have `callback` called at the beginning of every fork of a worker. Its result lives as long as the fork."""
     _in_child.append(callback)
     return callback
 

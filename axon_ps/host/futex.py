@@ -1,6 +1,6 @@
 """Waiting for a change of a counter that lies in memory shared by several processes.
 
-Owns: `wait` and `wake` (Linux futexes, without the PRIVATE flag) and `fence`. Refuses: to know the meaning of counters.
+Owns: `wait` and `wake` (Linux futexes, without the PRIVATE flag) and `fence`. Refuses: the meaning of counters.
 
 Note: [Memory order]
     Counters in shared memory are aligned integers of 4 or 8 bytes with one writer each, read and written through

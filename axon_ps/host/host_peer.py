@@ -1,11 +1,11 @@
 """A process of this host with which this one shares segments, passed in both directions.
 
-Owns: the record of segments that each side has mapped, and the limit on them here. Refuses: to know their contents, and
-when these may be used; leases (`host.leases`) and collectives say that.
+Owns: the record of segments that each side has mapped, and the limit on them here. Refuses: their contents, and the
+times at which these may be used, which are in leases (`host.leases`) and collectives.
 
 A segment is passed once, before the message that names it by its number. A receiver that does not know a number reads
-its socket first; if the segment is not there either, the sender is wrong. When an owner closes a segment, it sends the
-number to the peer, which then drops its mapping.
+its socket first. If the segment is not there either, the sender is wrong. When a process closes a segment of its own,
+it sends the number to the peer, which then drops its mapping.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from axon_ps.host.shared_memory import Access, Segment, total_bytes
 from axon_ps.types import Array
 
 MAX_SEGMENTS = 1024
-"""Most segments of a peer that are mapped at a time. Each takes a descriptor of the peer (often 1024), and one of our
-65530 mappings."""
+"""Most segments of a peer that are mapped at a time. Each takes a descriptor of the peer and a mapping of this process,
+of which the kernel allows a limited number."""
 
 _MESSAGE = struct.Struct("<Q")  # number of a segment: passed if a descriptor comes with it, else closed
 
 
 class HostPeer:
-    """The segments that this process and another have passed each other. One thread at a time.
+    """The segments that this process and another have passed each other. One thread at a time may use it.
 
     Args:
         socket: connected to the other process.
@@ -163,7 +163,7 @@ class HostPeer:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Hang up, and drop the mappings; views of them stay valid. Harmless when repeated."""
+        """Hang up, and drop the mappings. Views of them stay valid. A repeated call is harmless."""
         self._socket.close()
         self._sent.clear()
         self._mapped.clear()

@@ -1,10 +1,10 @@
 """Read leases: bytes of a segment that another process of this host may read. Pure.
 
-A lease names a segment that was passed to the reader (`host.host_peer`), and the range of the bytes in it; the reader
+A lease names a segment that was passed to the reader (`host.host_peer`), and the range of the bytes in it. The reader
 checks that against its mappings. A reader that copies the bytes some time later may find others. So the first 8 bytes
-of a segment whose contents change are its tag, and a lease names the tag under which it is valid. The owner changes the
-tag *before* it changes the bytes. A reader that finds another tag after copying discards the copy. A lease without a
-tag is valid until the end of the call that it came with.
+of a segment whose contents change are its tag, and a lease names the tag under which it is valid. The segment's process
+changes the tag *before* it changes the bytes. A reader that finds another tag after copying discards the copy. A lease
+without a tag is valid until the end of the call that it came with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def address_of(array: Array) -> int:
     """Return the address of an array in this process."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # takes a third of the time
-    except (BufferError, TypeError, ValueError):  # read-only, empty, or of an element type that buffers do not know
+    except (BufferError, TypeError, ValueError):  # read-only, empty, or of an element type that buffers do not support
         return int(array.__array_interface__["data"][0])
 
 

@@ -1,7 +1,7 @@
 """The folder in which numba keeps this package's compiled loops, and the record that all of them are in it.
 
-Owns: the choice of the folder, by numba's own rule, and the validity of a record. Refuses: to compile; `shard.loops`
-does that. Importing this imports no numba, so a command can look before it starts anything.
+Owns: the choice of the folder, by numba's own rule, and the validity of a record. Refuses: to compile. `shard.loops`
+does that. Importing this imports no numba, so a command can check the record before it starts anything.
 
 Invariant: a record names the files that it covers, and their machine and sources. If a file is gone, or anything is
 different, the record is not valid.
@@ -72,7 +72,7 @@ def fill(source: Path) -> None:
     Each file appears complete or not at all, and an index is copied after the files that it names.
 
     Args:
-        source: a folder that was NUMBA_CACHE_DIR when the loops were compiled; if it does not exist, nothing is copied.
+        source: a folder that was NUMBA_CACHE_DIR when the loops were compiled. If it does not exist, nothing is copied.
     """
     if (directory := folder()) is None or next(directory.rglob("*.nbi"), None):
         return

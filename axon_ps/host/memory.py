@@ -62,7 +62,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _group_limit(group: Path) -> tuple[int, int]:
-    """Return limit and use of a control group; pages of files that can be dropped do not count as used."""
+    """Return limit and use of a control group. Pages of files that can be dropped do not count as used."""
     second = (group / "memory.max").exists()
     limit, used = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     text = (group / limit).read_text().strip()

@@ -48,7 +48,7 @@ class PeerProcess:
         return bool(poll.poll(1000 * within_s))
 
     def close(self) -> None:
-        """Release the handle. Harmless when repeated."""
+        """Release the handle. A repeated call is harmless."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

@@ -1,8 +1,8 @@
 """Unix sockets between two processes of one host: they pass descriptors, and identify the other process.
 
 Owns: connecting (`Listener`, `PeerSocket.connect`), checking the peer's credentials, and messages with a descriptor.
-Refuses: to know the meaning of messages. The callers prove that the peer is the intended process: they pass a name and
-a secret through a channel that has authenticated both sides (gRPC, the group's store).
+Refuses: the meaning of messages. The callers prove that the peer is the intended process: they pass a name and a secret
+through a channel that has authenticated both sides (gRPC, the group's store).
 
 Invariants:
 - Before a byte is used, both sides have checked with the kernel that the peer runs as the same user, in a visible
@@ -55,7 +55,7 @@ def _register(made: socket.socket) -> socket.socket:
 
 @fork.in_child
 def _leave() -> object:
-    """Close this fork's descriptors of its parent's connections; the parent keeps using them."""
+    """Close this fork's descriptors of its parent's connections. The parent keeps using them."""
     for each in list(_sockets):
         fd = each.detach()
         if fd >= 0:
@@ -64,7 +64,7 @@ def _leave() -> object:
 
 
 class PeerSocket:
-    """A connection to a process of this host and user. One thread at a time.
+    """A connection to a process of this host and user. One thread at a time may use it.
 
     Attributes:
         pid: the other process's id, from the kernel.
@@ -134,7 +134,7 @@ class PeerSocket:
             Broken: the peer has gone, or this process may open no more files.
             InvalidRequest: the message is longer, or has more descriptors, than is allowed.
 
-        After an error: the connection is not usable any more; no descriptor of the message is open here.
+        After an error: the connection is not usable any more. No descriptor of the message is open here.
         """
         ancillary_bytes = socket.CMSG_LEN(_ONE_DESCRIPTOR.size) if descriptor else 0
         try:
@@ -167,12 +167,12 @@ class PeerSocket:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Hang up. Harmless when repeated."""
+        """Hang up. A repeated call is harmless."""
         self._socket.close()
 
 
 class Listener:
-    """A socket to which processes of this host connect. One thread at a time.
+    """A socket to which processes of this host connect. One thread at a time may use it.
 
     Attributes:
         name: the name for `PeerSocket.connect`; random, and in no file system.
@@ -205,5 +205,5 @@ class Listener:
                 return PeerSocket(_register(accepted))
 
     def close(self) -> None:
-        """Accept no connection any more; those that wait are closed. Harmless when repeated."""
+        """Accept no connection any more, and close those that are pending. A repeated call is harmless."""
         self._socket.close()

@@ -1,4 +1,4 @@
-"""Background work yields to urgent work: by a lower priority, and by resting."""
+"""Background work at a lower priority and with rests, so that urgent work goes first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lower() -> None:
 
 @dataclass(frozen=True)
 class Throttle:
-    """A limit on the time that work takes; in the rest of the time it leaves cores, memory and storage to others.
+    """A limit on the time that work takes. In the rest of the time, cores, memory and storage are left to others.
 
     A low priority is not enough: the scheduler weighs it against the threads of the same session only.
 

@@ -1,7 +1,7 @@
-"""Only root can read the memory of a service, which has parameters and the job's secret; ssh-agent does the same.
+"""Only root can read the memory of a service, which has parameters and the job's secret.
 
-Otherwise, processes of the same user could read it with a debugger, and a crash would write it to a file. If that is
-wanted (gdb, py-spy, core dumps), services are started with `--debuggable`.
+ssh-agent protects its memory in the same way. Otherwise, processes of the same user could read it with a debugger, and
+a crash would write it to a file. If that is wanted (gdb, py-spy, core dumps), services are started with `--debuggable`.
 """
 
 from __future__ import annotations

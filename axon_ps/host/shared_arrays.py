@@ -1,12 +1,12 @@
 """Shared arrays: memory of this process that can be passed to other processes of the host, so that nothing is copied.
 
-Owns: the list of segments in our memory, and their lifetime. Refuses: to know their contents and the receivers; an
-array serves the collectives of every group of the process, and the shard servers of the host (`host.host_peer`).
+Owns: the list of segments in our memory, and their lifetime. Refuses: their contents and the receivers. An array serves
+the collectives of every group of the process, and the shard servers of the host (`host.host_peer`).
 
 A segment lives as long as an array (or a torch tensor, or any view) over it. Two calls end sharing earlier, both for
-memory that others may still use when its owner wants to use it for something else:
+memory that other processes may still use when this one is to use it for something else:
 - *revoke*, of an array that others write to: the array moves to another segment, which is shared instead;
-- *detach*, of an array that others read: their mappings keep their contents, and the array becomes ordinary memory.
+- *detach*, of an array that others read: the contents stay in their mappings, and the array becomes ordinary memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SharedArrays:
         """Return a new array in a segment of its own: zeros of `dtype.numpy` in `shape`.
 
         Raises:
-            Busy: there is not enough memory; the message has the bytes needed and available.
+            Busy: there is not enough memory. The message has the bytes needed and available.
             Misuse: this process is a fork of a worker.
         """
         fork.check()
@@ -83,7 +83,7 @@ class SharedArrays:
             return self._find(address, size_bytes)
 
     def revoke(self, address: int, size_bytes: int) -> None:
-        """Revoke the other processes' access to an array's memory; the array retains its address and its values.
+        """Revoke the other processes' access to an array's memory. The array retains its address and its values.
 
         Used after a collective that failed: a peer that was suspended may continue much later and still write. It then
         writes to the old segment, which is no longer the array's memory. Without memory for a copy nothing is revoked.
@@ -93,13 +93,13 @@ class SharedArrays:
                 found.segment = move_mapping(found.base, found.segment)
 
     def detach(self, address: int) -> None:
-        """Stop sharing the shared array at `address`, if any. The mappings of others keep their contents.
+        """Stop sharing the shared array at `address`, if any. The contents stay in the mappings of others.
 
-        Used after a push that failed: a server may still read under its lease. Here the array keeps its values, and may
-        be written to.
+        Used after a push that failed: a server may still read under its lease. Here the values stay in the array, which
+        may be written to.
 
         Raises:
-            Busy: the kernel refuses; nothing has changed.
+            Busy: the kernel refuses. Nothing has changed.
         """
         with self._lock:
             if (found := self._find(address, 1)) is not None:

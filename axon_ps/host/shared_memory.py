@@ -1,7 +1,7 @@
 """Memory that processes of one host share.
 
-Owns: segments, from the check that there is memory to the mapping in another process. Refuses: to know their contents,
-and to pass them to the other process, which `host.peer_socket` does.
+Owns: segments, from the check that there is memory to the mapping in another process. Refuses: their contents, and
+passing them to the other process, which `host.peer_socket` does.
 
 Invariants:
 - A segment never has a name: it is an anonymous file (memfd) that lives as long as a process has it open or mapped. So
@@ -58,7 +58,7 @@ class Access(enum.Enum):
     WRITE = enum.auto()
     """Its writes are seen by every process that has mapped the segment."""
     PRIVATE = enum.auto()
-    """Its writes are seen by itself alone, until `discard_writes`; in other pages it sees the owner's writes."""
+    """Its writes are visible in it alone, until `discard_writes`. Other pages show the segment's contents."""
 
 
 class Segment:
@@ -71,10 +71,10 @@ class Segment:
     """
 
     closed = 0
-    """Number of segments of this process that were closed. A caller that keeps segments checks them when it changes."""
+    """Number of segments of this process that were closed. A caller that holds segments checks them when it changes."""
 
     open = 0
-    """Number of segments that are not closed; each takes a descriptor."""
+    """Number of segments that are not closed. Each takes a descriptor."""
 
     _numbers = itertools.count(1)
 
@@ -85,7 +85,7 @@ class Segment:
         Segment.open += 1
 
     def close(self) -> None:
-        """Close its descriptor, so that it can be passed to no process any more. Harmless when repeated."""
+        """Close its descriptor, so that it can be passed to no process any more. A repeated call is harmless."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             _free(self.size_bytes, os.close, fd)
@@ -98,13 +98,13 @@ def create(size_bytes: int, *, read_only: bool = False) -> tuple[Segment, Array]
 
     Args:
         size_bytes: its size, which is rounded up to full pages.
-        read_only: only the returned memory can be written, by this process; it cannot be moved by `move_mapping`.
+        read_only: only the returned memory can be written, by this process. It cannot be moved by `move_mapping`.
 
     Returns:
         Its file, and its memory u8[size_bytes], which is unmapped with the last array or view of it.
 
     Raises:
-        Busy: there is not that much memory, or this process may open no more files; the message has the numbers.
+        Busy: there is not that much memory, or this process may open no more files. The message has the numbers.
     """
     size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
     available = available_bytes()
@@ -239,13 +239,13 @@ def base_of(memory: Array) -> int:
 
 
 def discard_writes(memory: Array) -> None:
-    """Undo this process's writes to a private mapping: it shows the owner's contents again."""
+    """Undo this process's writes to a private mapping: it shows the segment's contents again."""
     if _has_own_pages(base_of(memory), memory.nbytes):
         _libc.madvise(base_of(memory), memory.nbytes, mmap.MADV_DONTNEED)
 
 
 def move_mapping(base: int, old: Segment) -> Segment:
-    """Replace the segment behind the memory at `base` by a new one; the contents are copied.
+    """Replace the segment behind the memory at `base` by a new one. The contents are copied.
 
     A process that still writes to the old segment changes nothing here. No other thread may write at `base` meanwhile.
 
@@ -257,7 +257,7 @@ def move_mapping(base: int, old: Segment) -> Segment:
         The new segment.
 
     Raises:
-        Busy: there is no memory for it, or the kernel refuses; nothing has changed.
+        Busy: there is no memory for it, or the kernel refuses. Nothing has changed.
     """
     new, memory = create(old.size_bytes)
     ctypes.memmove(base_of(memory), base, new.size_bytes)
@@ -278,7 +278,7 @@ def make_private(base: int, segment: Segment) -> None:
         segment: its file, which is closed.
 
     Raises:
-        Busy: the kernel refuses; nothing has changed.
+        Busy: the kernel refuses. Nothing has changed.
     """
     _map_at(base, segment, mmap.MAP_PRIVATE)
     segment.close()

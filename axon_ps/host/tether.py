@@ -1,8 +1,9 @@
 """Become a command that dies with its parent: `tether.py PARENT SIGNAL COMMAND...`.
 
-The kernel sends SIGNAL to this process when the thread that started it is gone, even by kill -9. The setting survives
-`exec`, so the command itself needs to know nothing of it, and its tracebacks show nothing of this file. PARENT is the
-process id of the starter. If it is no longer our parent after the setting was made, it died before, and we end too.
+The kernel sends SIGNAL to this process when the thread that started it is gone, even by kill -9. The setting stays in
+effect after `exec`, so the command itself contains nothing of it, and its tracebacks show nothing of this file. PARENT
+is the process id of the starter. If it is no longer our parent after the setting was made, it died before, and we end
+too.
 
 This is a program because `preexec_fn` would fork, which a process with open gRPC channels must not do.
 It imports nothing of ours and little of Python, since it runs before every process that is started.

@@ -43,12 +43,12 @@ class ServerPlugin:
 
     Attributes:
         sharding_strategy: the parameters that stay in a worker's memory between uses; not NO_SHARD, which is plain DDP.
-        unit_types: module classes that become units; empty = those that a transformers model says are not to be split.
-        auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`.
-        cpu_offload: the part of it that is in host memory.
+        unit_types: module classes that become units; empty = those in a transformers model's `_no_split_modules`.
+        auto_wrap_policy: returns True for a module that becomes a unit; instead of `unit_types`.
+        cpu_offload: the arrays that are in host memory between uses.
         mixed_precision: dtypes of the parameters and the wire. Accelerate's own `mixed_precision="bf16"` is autocast
             over f32 parameters, and goes with it.
-        intra_node_size: HYBRID_SHARD: the workers of a node; None = as many as this node has.
+        intra_node_size: HYBRID_SHARD: number of workers of a node; None = as many as this node has.
 
     Raises:
         InvalidRequest: the strategy is NO_SHARD.
@@ -88,17 +88,18 @@ class ServerPlugin:
 class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` for models and optimizers on the shard servers.
 
-    `prepare()` takes models and torch's optimizers and schedulers as they are; use the objects that it returns.
+    `prepare()` takes models and torch's optimizers and schedulers as they are. Use the objects that it returns.
     `save_state()` lets the servers write a checkpoint, with the optimizer's state, into the directory `axon_ps` of
-    accelerate's checkpoint; `load_state()` restores it. `get_state_dict()` gives the state on the first process.
+    accelerate's checkpoint. `load_state()` restores it. `get_state_dict()` gives the state on the first process.
     `unwrap_model()` gives the user's module, and `save_pretrained()` of that works.
 
-    A process may start and find its model on the servers at a later version: all were started again, since one had
-    died. It goes on there: `model.version` is the number of steps made, `prepare()` brings schedulers there, and
-    `load_state()` does not go back.
+    A process may start and find its model on the servers at a later version: all processes were started again, since
+    one had died. Training goes on there: `model.version` is the number of steps made, `prepare()` brings schedulers
+    there, and `load_state()` does not go back.
 
     Args:
-        args, kwargs: accelerate's. `cpu` is True if there is no GPU, which accelerate needs for several processes.
+        args, kwargs: accelerate's. `cpu` is True by default if there is no GPU, since accelerate requires that for
+            several processes.
         server_plugin: the options of wrapped models.
 
     Raises:
@@ -131,7 +132,7 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------ prepare
 
     def wrapped(self, model: nn.Module) -> FullyShardedDataParallel:
-        """Return the wrapper of a model, which is made if there is none; every process calls it."""
+        """Return the wrapper of a model, which is made if there is none. Every process calls it."""
         if type(model) is FullyShardedDataParallel:
             return model
         if model not in self._wrappers:
@@ -205,7 +206,7 @@ class Accelerator(accelerate.Accelerator):
         return state
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save as accelerate does, with the servers' checkpoint in place of models' weights; every process calls it."""
+        """Save as accelerate does, with the servers' checkpoint in place of models' weights. Every process calls it."""
         with self._without_models() as models:
             path = super().save_state(output_dir, safe_serialization, **kwargs)
         if models:
@@ -215,10 +216,10 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Load a state that `save_state` wrote, as accelerate does; every process calls it.
+        """Load a state that `save_state` wrote, as accelerate does. Every process calls it.
 
-        Nothing is loaded, and a warning says so, if this process has found the job under way and has made no step yet:
-        the servers have newer values. So the same line serves a restart, too.
+        Nothing is loaded, and a warning is logged, if this process has found the job under way and has made no step
+        yet: the servers have newer values. So the same line serves a restart, too.
         """
         if found := max(map(self._steps_found, self._found), default=0):
             _logger.warning("%s is not loaded: the job is at step %d, training goes on there", input_dir, found)

@@ -69,17 +69,16 @@ def save_pretrained(
     dtype: torch.dtype | str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Make a directory that `from_pretrained` reads of a model on the servers; training may go on after it.
+    """Make a directory that `from_pretrained` reads of a model on the servers. Training may go on after it.
 
-    Every worker calls it; none has the model in its memory. Buffers of the module are not in it: transformers' models
-    have none that are saved.
+    Every worker calls it, and none has the model in its memory. The directory has the module's persistent buffers, too.
 
     Args:
-        model: the wrapped model; one of transformers' saves its config, too.
+        model: the wrapped model. The config of a transformers model is saved, too.
         directory: the destination, which this worker and the servers reach by the same path.
         tokenizer: saved beside it; anything with `save_pretrained`.
-        dtype: that of every tensor, as `types.parse_dtype` takes it; None = as the model was built.
-        max_file_bytes: the largest size of a file.
+        dtype: that of parameters and f32 buffers, as `types.parse_dtype` takes it; None = as the model was built.
+        max_file_bytes: most bytes of tensors in a file that has several of them.
 
     Raises:
         InvalidRequest: `dtype` is not a wire dtype.

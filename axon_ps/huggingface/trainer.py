@@ -3,8 +3,8 @@
 Note: [Where the servers are]
     With each step the trainer's position commits: `global_step` and the epoch. A trainer may start and find its model
     on the servers at a later version: its processes were started again, since one of them had died. It goes on there:
-    no checkpoint is read and no committed step is lost. This wins over `resume_from_checkpoint`, so that the same line
-    of a script serves both.
+    no checkpoint is read and no committed step is lost. The argument `resume_from_checkpoint` is ignored then, so that
+    the same line of a script serves both.
 """
 
 from __future__ import annotations

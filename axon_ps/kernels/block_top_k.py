@@ -1,4 +1,4 @@
-"""The compiled loops of `compress.block_top_k`, which checks arguments; these do not.
+"""The compiled loops of `compress.block_top_k`, which checks arguments. These do not.
 
 bytes of a block of m numbers, of which k are sent: f32 low, f32 high; then k codes of 12 + bits bits, packed from the
     lowest bit up: the index in the block, the sign, then the level
@@ -41,7 +41,7 @@ def _level(low: Any, high: Any, level: Any, levels: Any) -> Any:
 
 @compiled
 def compress_block(total: Any, k: int, bits: int, out: Any, error: Any) -> None:
-    """Encode the largest `k` of f32[m]; `error`, f32[m], gets their quantisation errors and copies of the others."""
+    """Encode the largest `k` of f32[m]. `error`, f32[m], gets their quantisation errors and copies of the others."""
     largest, selected, indices = U32(0), np.empty(k, np.float32), np.empty(k, np.uint32)
     for i in range(total.size):
         largest = max(largest, U32(np.float32(total[i]).view(np.uint32) & MAGNITUDE))

@@ -28,7 +28,7 @@ import numba
 from numba.core.compiler_lock import global_compiler_lock
 
 LOCK_WAIT_S: Final = 60.0
-"""Seconds to wait for another process that compiles a loop, and may be suspended; then it is compiled without lock."""
+"""Seconds to wait for another process that compiles a loop, and may be suspended. Then it is compiled without lock."""
 POLL_S: Final = 0.01
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])

@@ -42,17 +42,17 @@ def _sum(bits: Any, begin: Any, end: Any) -> Any:
 
 
 def none_summed(digests: Any) -> Any:
-    """Return the sums of no element; None without digests. Only inside compiled loops."""
+    """Return the sums of no element; None without digests. It works only inside compiled loops."""
     raise NotImplementedError
 
 
 def with_value(sums: Any, value: Any) -> Any:
-    """Return sums with one more element, an f32. Only inside compiled loops."""
+    """Return sums with one more element, an f32. It works only inside compiled loops."""
     raise NotImplementedError
 
 
 def add_digests(digests: Any, column: Any, read: Any, written: Any) -> Any:
-    """Add sums to a column of `digests`, u64[2, m]. Only inside compiled loops."""
+    """Add sums to a column of `digests`, u64[2, m]. It works only inside compiled loops."""
     raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""The compiled loops of `compress.int4`, which checks arguments; these do not.
+"""The compiled loops of `compress.int4`, which checks arguments. These do not.
 
     shape legend: a tile is 1024 numbers: 32 blocks of 32; the last one is filled up with zeros
 
@@ -7,7 +7,7 @@ Note: [Rotations without shuffles]
     differences of neighbours. It writes the sums to the first half of its output, the differences to the second: the
     lowest bit of the index is transformed, and becomes the highest one. Five stages over a tile transform all its
     blocks, and transpose it: row r has coefficient r of each block. So every loop is over neighbours, including the
-    loops that apply a scale per block. A pass here is two or three stages. On the way back the numbers are integers,
+    loops that apply a scale per block. A pass here is one to three stages. On the way back the numbers are integers,
     sums of at most 32 quants, which are exact in 16 bits. The multiplication by the scale rounds once.
 """
 
@@ -49,7 +49,7 @@ def _signs() -> Array:
 
 
 SIGNS = _signs()
-"""Signs of a tile's numbers, by block. Without them a constant is one coefficient, beside which all others are lost."""
+"""Signs of a tile's numbers, by block. Without them a constant has one coefficient far larger than all others."""
 SIGNS_AND_MEAN = (SIGNS * F32(1 / BLOCK_NUMEL)).reshape(-1)
 """f32[1024]: the signs times 1 / 32, so that a coefficient is a mean of ±numbers and cannot overflow."""
 

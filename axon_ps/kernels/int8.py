@@ -1,4 +1,4 @@
-"""The compiled loops of `compress.int8` and `compress.int8_block`, which check arguments; these do not."""
+"""The compiled loops of `compress.int8` and `compress.int8_block`, which check arguments. These do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ F32 = np.float32
 MAGNITUDE = np.uint32(0x7FFF_FFFF)
 INFINITY = np.uint32(0x7F80_0000)
 TINY = np.uint32(0x0D80_0000)
-"""Bits of 2^-100; a block below it is sent as zeros."""
+"""Bits of 2^-100. A block below it is sent as zeros."""
 ROUND, ROUND_BITS = np.float32(12582912.0), np.int32(0x4B40_0000)
 """1.5 · 2^23: numbers from 2^23 to 2^24 have an ulp of 1, so adding it rounds to an integer, ties to even."""
 LARGEST, U0, U1 = np.float32(127.0), np.uint32(0), np.uint32(1)
@@ -45,7 +45,7 @@ def _clear(quants: Any) -> None:
 def quantise(
     values: Any, residual: Any, residual_out: Any, scales: Any, quants: Any, block_numel: int, stride: int
 ) -> None:
-    """Quantise: values (+ residual) → scales and quants; the error goes to `residual_out` (None: to the residual).
+    """Quantise: values (+ residual) → scales and quants. The error goes to `residual_out` (None: to the residual).
 
     The quants of block b begin at b · stride.
     """

@@ -12,7 +12,7 @@ Note: [NaN afterwards]
 
 Shapes: every array is [n] and contiguous. All are f32 except `wire` and `digests`. The element type of `wire` tells its
 format, as in `kernels.rounding`. `digests` is u64[2, m], as in `UpdateRule.apply`, with a column for each array of the
-loop; with them n is at most `kernels.digest.SUMMED_NUMEL`. A loop's sums of an array's old and new elements are named
+loop. With them n is at most `kernels.digest.SUMMED_NUMEL`. A loop's sums of an array's old and new elements are named
 after its elements, with `old_` and `new_`. Factors are f64 scalars, rounded to f32 once before the loop.
 """
 
@@ -158,7 +158,7 @@ def adam(
 ) -> None:
     """Apply Adam: p = decay · p - step_size · m / (√v / root2 + eps), after m and v have moved towards g and g².
 
-    `weight_decay` · p is added to the gradient (Adam); `decay` multiplies p (AdamW). root2 is √(1 - beta2^t).
+    `weight_decay` · p is added to the gradient (Adam). `decay` multiplies p (AdamW). root2 is √(1 - beta2^t).
     `max_exp_avg_sq` is None without amsgrad.
     """
     grad_scale, decay = F32(grad_scale), F32(decay)

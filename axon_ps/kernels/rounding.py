@@ -85,12 +85,12 @@ def f32_from_f16(bits: Any) -> Any:
 
 
 def load(array: Any, i: Any) -> Any:
-    """Return element i of an array, as f32. Only inside compiled loops."""
+    """Return element i of an array, as f32. It works only inside compiled loops."""
     raise NotImplementedError
 
 
 def store(array: Any, i: Any, value: Any) -> Any:
-    """Write an f32 to element i of an array. Only inside compiled loops."""
+    """Write an f32 to element i of an array. It works only inside compiled loops."""
     raise NotImplementedError
 
 
@@ -136,7 +136,7 @@ def convert(src: Any, dst: Any) -> None:
 
 @compiled
 def convert_with_residual(src: Any, dst: Any, residual: Any) -> None:
-    """Set dst = src + residual, rounded; the residual becomes the error, and stays where that is not finite."""
+    """Set dst = src + residual, rounded. The residual becomes the error, and stays where that is not finite."""
     for i in range(src.size):
         value = src[i] + residual[i]
         store(dst, i, value)

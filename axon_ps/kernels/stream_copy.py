@@ -1,6 +1,6 @@
 """Copies past the caches: for arrays so large that the written data would leave the caches before it is read.
 
-Owns: the compiled loop. Refuses: to choose when to use it; the caller knows the total number of bytes written.
+Owns: the compiled loop. Refuses: to choose when to use it. The caller knows the total number of bytes written.
 
 A plain copy reads every line of its destination from memory before it writes it, and evicts other lines from the cache.
 Non-temporal stores (LLVM's `!nontemporal`: movnt on x86, stnp on arm) do neither. So data that others still have to

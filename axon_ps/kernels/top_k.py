@@ -1,4 +1,4 @@
-"""The compiled loops of `compress.top_k`, which checks arguments; these do not."""
+"""The compiled loops of `compress.top_k`, which checks arguments. These do not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _select(values: Any, indices: Any, selected: Any) -> None:
 
 @compiled
 def select(values: Any, residual: Any, indices: Any, selected: Any) -> None:
-    """Select the top-k of values (+ residual); the residual, if there is one, becomes the rest."""
+    """Select the top-k of values (+ residual). The residual, if there is one, becomes the rest."""
     if indices.size == 0:
         return
     largest = U0

@@ -1,4 +1,4 @@
-"""Lightning's strategies over axon_ps; importing this registers them.
+"""Lightning's strategies over axon_ps. Importing this registers them.
 
     axon        the model and its optimizers on the shard servers
     axon_ddp    Lightning's DDP over the backend "axon"

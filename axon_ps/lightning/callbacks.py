@@ -28,7 +28,7 @@ _HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
         "on_validation_epoch_end",
     ),
 }
-"""The hooks in which they do; some of Lightning's older versions lack such a callback."""
+"""The hooks in which each callback reads or writes parameters. Lightning's older versions lack some callbacks."""
 
 
 def needs_all_trained(callbacks: Iterable[Callback]) -> bool:
@@ -40,7 +40,7 @@ def surrounded(callbacks: Iterable[Callback], model: FullyShardedDataParallel) -
     """Return the trainer's callbacks, those that read and write parameters with one of ours on each side.
 
     Args:
-        callbacks: the trainer's; some of ours may be among them.
+        callbacks: the trainer's. Some of ours may be among them.
         model: the wrapper of its module.
     """
     result: list[Callback] = []
@@ -69,7 +69,7 @@ class _Reading:
         self._steps = -1
 
     def begin(self, hook: str, trainer: Any) -> None:
-        """Give parameters their values, before the hook; a batch that ends without a step has changed nothing."""
+        """Give parameters their values, before the hook. A batch that ends without a step has changed nothing."""
         if hook == _EACH_STEP and trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step

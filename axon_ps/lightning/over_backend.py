@@ -14,7 +14,7 @@ from axon_ps_torch import BACKEND
 class IntegerMeans:
     """The additions of our strategies to Lightning's: the mean of integers (samples, say), rounded down as over gloo.
 
-    The backend "axon" refuses it, since it is not exact; Lightning makes an exception for gloo alone.
+    The backend "axon" refuses it, since it is not exact. Lightning makes an exception for gloo alone.
     """
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

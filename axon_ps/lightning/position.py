@@ -1,8 +1,8 @@
 """The position in a fit, as it commits with each step, and as Lightning's loops take it; pure: dicts in, dicts out.
 
-A step is made in the middle of a batch, and must commit the position after the batch. So the
-loops' progress is changed to the form in which Lightning saves it at a batch's end: the batch is processed and not yet
-completed, and the optimizer's step is completed.
+A step is made in the middle of a batch, and the position after the batch must commit with it. So the loops' progress is
+changed to the form in which Lightning saves it at a batch's end: the batch is processed and not yet completed, and the
+optimizer's step is completed.
 """
 
 from __future__ import annotations

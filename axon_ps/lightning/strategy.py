@@ -53,10 +53,10 @@ class AxonStrategy(DDPOverAxon):
     Args:
         sharding_strategy: the parameters that stay in a worker's memory between uses; not NO_SHARD ("axon_ddp").
         unit_types: module classes that become units.
-        auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`. Without either, each child of the
-            LightningModule's children is one.
-        cpu_offload: the part of it that is in host memory.
-        mixed_precision: dtypes of the parameters and the wire; the trainer's `precision="bf16-mixed"` is autocast over
+        auto_wrap_policy: returns True for a module that becomes a unit; instead of `unit_types`. Without either, each
+            child of the LightningModule's children is one.
+        cpu_offload: the arrays that are in host memory between uses.
+        mixed_precision: dtypes of the parameters and the wire. The trainer's `precision="bf16-mixed"` is autocast over
             f32 parameters, and goes with it.
         save_parameters: whether Lightning's checkpoints have the parameters, too (so that `load_from_checkpoint` reads
             them anywhere); else only the servers' part has them.
@@ -99,7 +99,7 @@ class AxonStrategy(DDPOverAxon):
     # ------------------------------------------------------------------ setup
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap the model to fit it; to evaluate it, take the wrapper that there is, if there is one.
+        """Wrap the model to fit it. To evaluate it, use its wrapper if there is one.
 
         Raises:
             InvalidRequest: the precision has a gradient scaler ("16-mixed"), or see `setup_optimizers`.
@@ -204,7 +204,7 @@ class AxonStrategy(DDPOverAxon):
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return parameters and buffers, on the first process; only buffers if the servers' part has the parameters."""
+        """Return parameters and buffers, on the first process; only buffers if `save_parameters` is False."""
         if not self.is_global_zero:
             return {}
         if self._save_parameters or self.lightning_module not in self._wrappers:
@@ -212,13 +212,13 @@ class AxonStrategy(DDPOverAxon):
         return {name: buffer.detach().clone() for name, buffer in self._fsdp.named_buffers()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save Lightning's checkpoint, and the servers' beside it; every process calls it."""
+        """Save Lightning's checkpoint, and the servers' beside it. Every process calls it."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.lightning_module in self._wrappers:
             save_servers(self._fsdp, f"{filepath}{SUFFIX}")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load Lightning's part; the servers' part is loaded when the model is wrapped, unless they are further."""
+        """Load Lightning's part. The servers' part is loaded when the model is wrapped, unless the job is further."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         self._servers_checkpoint = Path(f"{checkpoint_path}{SUFFIX}")
         self._loaded = checkpoint
@@ -230,7 +230,7 @@ class AxonStrategy(DDPOverAxon):
             super().load_model_state_dict(checkpoint, strict and not self._servers_checkpoint.is_dir())
 
     def _load_servers(self) -> None:
-        """Load the servers' part of a checkpoint; if it has none, load Lightning's parameters."""
+        """Load the servers' part of a checkpoint. If it has none, load Lightning's parameters."""
         checkpoint, self._loaded = self._loaded, None
         if checkpoint is None:
             return
@@ -243,7 +243,7 @@ class AxonStrategy(DDPOverAxon):
         self._fsdp.load_state_dict(checkpoint["state_dict"], strict=self.lightning_module.strict_loading)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the hyperparameters; the moments came with the servers' part."""
+        """Load the hyperparameters. The moments came with the servers' part."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict({**state, "state": {}})
 
@@ -280,7 +280,7 @@ def _all_trained(module: nn.Module) -> Iterator[None]:
 
 
 class Redirection(_ForwardRedirection):
-    """Runs a step of the LightningModule as the wrapper's forward, however often the wrapper makes that forward."""
+    """Runs a step of the LightningModule as the wrapper's forward, also if the wrapper runs that several times."""
 
     def __call__(
         self, wrapper_module: nn.Module, original_module: LightningModule, method_name: str, *args: Any, **kwargs: Any

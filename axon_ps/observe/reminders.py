@@ -24,7 +24,7 @@ def reminder_pauses() -> Iterator[float]:
 
 @contextlib.contextmanager
 def reminding(logger: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
-    """Log warnings with the cause and duration of a wait in the context; for waits that cannot log it themselves.
+    """Log warnings with the cause and duration of a wait in the context; for code that cannot log it while it waits.
 
     Args:
         logger: gets the warnings.

@@ -1,4 +1,4 @@
-"""The environment variables that axon_ps reads, by name, and the detection of misspelt ones. Pure.
+"""The environment variables that axon_ps reads, by name, and the detection of misspelt ones. It is pure.
 
 docs/environment.md describes each; a test checks that the list, the page and the code agree.
 """

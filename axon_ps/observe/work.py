@@ -1,7 +1,7 @@
 """Progress of long work, counted in bytes that are really done: uploads, checkpoints, copies.
 
-The worker of it calls `advance`. A display reads `done_bytes` and `total_bytes`, here or, as a member's measures, in
-another process. The library prints nothing.
+The thread that does the work calls `advance`. A display reads `done_bytes` and `total_bytes`, here or, as a member's
+measures, in another process. The library prints nothing.
 """
 
 from __future__ import annotations

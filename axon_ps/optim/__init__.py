@@ -1,6 +1,6 @@
 """The optimizers that run on shard servers, and gradient clipping. Pure arithmetic.
 
-`create("adamw")` returns an optimizer. Only `apply` needs numba; describing and validating an optimizer do not.
+`create("adamw")` returns an optimizer. Only `apply` needs numba. Describing and validating an optimizer do not.
 Importing an optimizer's module here registers it.
 """
 

@@ -81,7 +81,7 @@ class Adam(UpdateRule):
 
 @register("adamw")
 class AdamW(Adam):
-    """AdamW (Loshchilov & Hutter 2019): p *= 1 - lr · weight_decay before Adam's step; the gradient does not change."""
+    """AdamW (Loshchilov & Hutter 2019): p *= 1 - lr · weight_decay before Adam's step. The gradient does not change."""
 
     defaults: ClassVar[Mapping[str, float]] = {**Adam.defaults, "weight_decay": 1e-2}
     decoupled: ClassVar[bool] = True

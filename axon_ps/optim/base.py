@@ -71,8 +71,8 @@ class UpdateRule(ABC):
     """One optimizer, as a set of pure functions.
 
     Attributes:
-        name: the name under which it is registered ("adamw"); `optim.register` sets it.
-        defaults: every hyperparameter with its default, which is torch's if torch has it. Flags are 0.0 or 1.0; the
+        name: the name under which it is registered ("adamw"). `optim.register` sets it.
+        defaults: every hyperparameter with its default, which is torch's if torch has it. Flags are 0.0 or 1.0. The
             pair `betas` is "beta1" and "beta2".
         ranges: the values allowed for each of them.
     """
@@ -89,7 +89,7 @@ class UpdateRule(ABC):
         does not need. Only arrays that are needed are named: SGD without momentum has none.
 
         Args:
-            groups: per parameter group, its hyperparameters; a missing one has its default.
+            groups: per parameter group, its hyperparameters. A missing one has its default.
         """
 
     def initial_state(self, name: str, groups: Sequence[Hyper]) -> float:
@@ -158,7 +158,7 @@ class UpdateRule(ABC):
             state: per name in `state_names(groups)`, f32[n]; updated.
             wire: wire_dtype.numpy[n], overwritten with the new parameters, or None for no copy.
             wire_dtype: BF16 or F16; ignored when `wire` is None. Values that are sent as f32 need no copy.
-            hyper: this group's values, as `validate` returned them; a missing one has its default.
+            hyper: this group's values, as `validate` returned them. A missing one has its default.
             update: number of this update, counted from 1 (torch's `step` after it was incremented).
             grad_scale: factor for the gradient.
             digests: u64[2, 2 + len(state)]: the digests of the values read of (param, *state, grad) are added to the
@@ -202,7 +202,7 @@ class UpdateRule(ABC):
     def warm_up(self, groups: Sequence[Hyper], wire_dtype: DType | None) -> None:
         """Compile (or load from disk) the loops that a server needs for these groups, by updating empty arrays.
 
-        A server calls it when it starts, since the first compilation takes about a second.
+        A server calls it when it makes the optimizer's state, since the first compilation takes about a second.
 
         Args:
             groups: per parameter group, its hyperparameters.
@@ -226,7 +226,7 @@ class UpdateRule(ABC):
         update: int,
         grad_scale: float,
     ) -> None:
-        """Do the work of `apply` after its checks; `hyper` is complete, and an f16 `wire` comes as int16 bits.
+        """Do the work of `apply` after its checks. `hyper` is complete, and an f16 `wire` comes as int16 bits.
 
         It may have an optional last argument `digests`, as that of `apply`, and add to it in its own pass. With digests
         it gets at most `kernels.digest.SUMMED_NUMEL` elements at once, and no state that `hyper` does not need.

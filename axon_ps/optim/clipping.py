@@ -1,7 +1,7 @@
 """Clipping by the global norm, in two pure functions: servers report sums of squares, the coordinator divides.
 
-Owns: torch's formula. Refuses: to handle a norm that is not finite; the result is inf or NaN, and the coordinator
-checks it when it decides the step.
+Owns: torch's formula. Refuses: the handling of a norm that is not finite. The result is then inf or NaN, and the
+coordinator checks it when it decides the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ByReference`: a value that deep copies of a module share, such as a process group, which cannot be copied."""
+"""`ByReference`: a value that deep copies of a module share. A process group, for example, cannot be copied."""
 
 from __future__ import annotations
 

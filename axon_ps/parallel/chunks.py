@@ -1,7 +1,7 @@
 """Shards of a tensor along a dimension, as `torch.chunk` and DTensor cut it, and exchanges of them between ranks.
 
 Owns: the sizes of shards, their exchanges along any dimension, and the autograd function of an exchange and its mirror.
-Refuses: to know which exchange mirrors which; `redistribute` and `tensor.functions` do.
+Refuses: to pair exchanges with their mirrors; `redistribute` and `tensor.functions` do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 def counts_of(size: int, num_shards: int) -> tuple[int, ...]:
-    """Return the elements in each shard: ceil(size / num_shards), but fewer or none in the last ones."""
+    """Return the number of elements in each shard: ceil(size / num_shards), but fewer or none in the last ones."""
     each = -(-size // num_shards)
     return tuple(max(0, min(each, size - i * each)) for i in range(num_shards))
 
@@ -54,19 +54,19 @@ class Shards:
         return full.narrow(self.dim, begin, length).clone(memory_format=torch.contiguous_format)
 
     def gather(self, shard: Tensor) -> Tensor:
-        """Return the full tensor. Collective."""
+        """Return the full tensor. Every rank calls it."""
         rows: Tensor = self.group.all_gather(shard.movedim(self.dim, 0).contiguous(), counts=self.counts)
         return rows.movedim(0, self.dim).contiguous()
 
     def reduce_scatter(self, full: Tensor, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-        """Return this rank's shard of the reduction of all ranks' tensors. Collective."""
+        """Return this rank's shard of the reduction of all ranks' tensors. Every rank calls it."""
         rows: Tensor = self.group.reduce_scatter(full.movedim(self.dim, 0).contiguous(), op, counts=self.counts)
         return rows.movedim(0, self.dim).contiguous()
 
 
 @uncompiled
 def exchanged(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-    """Return `forward(x)`; its gradient g becomes `backward(g)`. There is no second derivative."""
+    """Return `forward(x)`. The gradient g of the result becomes `backward(g)`. There is no second derivative."""
     result: Tensor = _Exchanged.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 

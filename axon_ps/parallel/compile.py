@@ -42,7 +42,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def uncompiled_methods(cls: C) -> C:
-    """Decorate a class: make each method `uncompiled`, since C++ may call them in the midst of a graph."""
+    """Make each method of a class (but special ones) `uncompiled`, as C++ may call it in the midst of a graph."""
     for name, method in list(vars(cls).items()):
         if inspect.isfunction(method) and not name.startswith("__"):
             setattr(cls, name, uncompiled(method))

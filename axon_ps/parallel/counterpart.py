@@ -14,7 +14,7 @@ _FLAGS: Final = ("amsgrad", "maximize", "differentiable")
 
 
 def counterpart(optimizer: torch.optim.Optimizer, otherwise: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the name and the groups' hyperparameters of our optimizer that does what one of torch's does.
+    """Return the name and the groups' hyperparameters of our optimizer that is the counterpart of one of torch's.
 
     Args:
         optimizer: torch's SGD, Adam, AdamW, Adagrad or RMSprop, or a subclass by one of these names.
@@ -44,7 +44,7 @@ def counterpart(optimizer: torch.optim.Optimizer, otherwise: str) -> tuple[str, 
 
 
 def as_in_torch(values: Hyper) -> dict[str, Any]:
-    """Rename our hyperparameters to torch's: beta1 and beta2 become the pair `betas`, which schedulers look for."""
+    """Rename our hyperparameters to torch's: beta1 and beta2 become the pair `betas`, which schedulers read."""
     if "beta1" not in values or "beta2" not in values:
         return dict(values)
     others = {name: value for name, value in values.items() if name not in ("beta1", "beta2")}

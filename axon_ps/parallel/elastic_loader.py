@@ -10,7 +10,7 @@ Note: [Exactly once]
 Note: [Between decisions]
     The program takes batches until it calls `optimizer.step()`. A step that was aborted has used none of the batches
     since the decision before: they come again, dealt anew if the members have changed. If the members are the same
-    (another worker has replaced the dead one), a batch is the same object. It is fetched again if the program has
+    (another worker has replaced the dead one), a batch has the same tensors. It is fetched again if the program has
     changed its tensors, or if it contains other objects than tensors and plain values.
 """
 
@@ -68,7 +68,7 @@ class ElasticLoader:
             at once.
         shuffle: True for another order in each epoch, False for the order of the data set.
         seed: seed of the orders.
-        drop_last: leave out the end of an epoch if it is less than a step's batch; if not, the last step is smaller.
+        drop_last: True = leave out an epoch's end if it is less than a step's batch; False = the last step is smaller.
         name: name of the position among the values that are committed with the model's steps.
         options: those of `torch.utils.data.DataLoader` for fetching samples: `num_workers`, `collate_fn`,
             `pin_memory`, `persistent_workers` (without it loader workers are started again when the members change;
@@ -144,9 +144,9 @@ class ElasticLoader:
         return self.position.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield each data epoch of the first `count` that is not over yet; iterate over the loader once in each.
+        """Yield each data epoch of the first `count` that is not over yet. Iterate over the loader once in each.
 
-        The first is the epoch that the job is in, and the last is the job's last, whenever this worker has joined.
+        The first is the epoch that the job is in, also for a worker that joins later.
 
         Raises:
             Misuse: an epoch went by without a step.
@@ -167,7 +167,7 @@ class ElasticLoader:
     # ------------------------------------------------------------------ the batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of this worker until the end of the epoch; see Note: [Between decisions].
+        """Yield the batches of this worker until the end of the epoch. See Note: [Between decisions].
 
         Raises:
             Misuse: a later iteration had begun before this one was continued; a batch of another loader is pending for
@@ -181,7 +181,7 @@ class ElasticLoader:
         return self._batches(self._iteration)
 
     def close(self) -> None:
-        """Forget the batches given since the last decision; the loader's workers end, unless they are persistent."""
+        """Forget the batches given since the last decision. The loader's workers end, unless they are persistent."""
         if self._is_undecided:
             self._runtime.accumulation.batch = None
         self._given = []
@@ -200,7 +200,7 @@ class ElasticLoader:
                 raise Misuse("another iteration over this loader has begun; go on with that one")
 
     def _next(self) -> _Given | None:
-        """Return the next batch; None at the end of the epoch."""
+        """Return the next batch, or None at the end of the epoch."""
         if self._given and not self._is_undecided and not self._goes_on():
             return None
         given = self._again.popleft() if self._again else self._prefetched.next()
@@ -234,7 +234,7 @@ class ElasticLoader:
         return bool(self._given) and self._decisions == self._runtime.decisions
 
     def _goes_on(self) -> bool:
-        """Continue after a decision; return False if the epoch is over."""
+        """Continue after a decision, and return True, or return False if the epoch is over."""
         status = self._runtime.step_status()
         reached = self._read(status.committed)
         if reached.samples >= self._plan.end and reached.epoch >= self._epoch:
@@ -281,17 +281,17 @@ class _Given:
 
     @property
     def is_unchanged(self) -> bool:
-        """True if the program has not changed the batch, as far as torch knows."""
+        """True if, by torch's version counters, the program has not changed the batch."""
         return None not in self._versions and self._versions == [_version_of(leaf) for leaf in self._leaves]
 
     def batch(self) -> Any:
-        """Return the batch; from the second time on in new containers, since the program may have changed the first."""
+        """Return the batch. Later calls return it in new containers, since the program may have changed the first."""
         first, self._first = self._first, None
         return pytree.tree_unflatten(self._leaves, self._tree) if first is None else first
 
 
 def _version_of(leaf: Any) -> int | None:
-    """Return a number that changes with the value; None if there is no such number."""
+    """Return a number that changes with the value, or None if there is no such number."""
     if isinstance(leaf, torch.Tensor):
         return None if leaf.is_inference() else leaf._version
     return 0 if leaf is None or isinstance(leaf, (bool, int, float, str, bytes)) else None
@@ -337,7 +337,7 @@ class _Prefetched:
         self._batches = iter(self._loader)
 
     def next(self) -> _Given | None:
-        """Return the next batch; None at the end of the epoch."""
+        """Return the next batch, or None at the end of the epoch."""
         micro = next(self._micro_batches, None)
         if micro is None:
             self.close()
@@ -345,7 +345,7 @@ class _Prefetched:
         return _Given(micro, next(self._batches))
 
     def close(self) -> None:
-        """Drop the fetched batches; the loader's workers end, unless they are persistent."""
+        """Drop the fetched batches. The loader's workers end, unless they are persistent."""
         self._micro_batches = self._batches = iter(())
 
 

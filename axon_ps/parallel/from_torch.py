@@ -1,8 +1,8 @@
-"""torch's optimizers and their schedulers, moved to the shard servers; shared by the framework adapters.
+"""torch's optimizers and their schedulers, moved to the shard servers for the framework adapters.
 
 A framework's program makes `torch.optim.AdamW(model.parameters())` before it hands model and optimizer over. Here that
 becomes a server optimizer with the same groups and hyperparameters. It also becomes the scheduler's optimizer.
-Buffers are in the servers' checkpoint; an older checkpoint has them in a file beside it.
+Buffers are in the servers' checkpoint. An older checkpoint has them in a file beside it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class MovedOptimizer(ServerOptimizer):
     The two have the same `param_groups`. So a step applies the values that a scheduler, a callback or the program sets
     in either of them.
 
-    A step that was aborted by the death of a shard server is made again from the same gradients. So a loop that does
-    not look at the result loses no batch.
+    A step that was aborted by the death of a shard server is made again from the same gradients. So no batch is
+    lost in a loop that ignores the result.
 
     Args:
         original: torch's optimizer; its groups are of parameters of a wrapped model.
@@ -66,7 +66,7 @@ class MovedOptimizer(ServerOptimizer):
         self._workers = _ids_of_workers()
         self.commits: Callable[[], Mapping[str, Any]] = dict
         self.last: StepResult | None = None
-        self._opt_called = False  # torch's schedulers look at it
+        self._opt_called = False  # read by torch's schedulers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ class MovedOptimizer(ServerOptimizer):
             self._original.param_groups = groups
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by `load_state_dict`, with new groups."""
+        """Take new groups and other state. `load_state_dict` calls this."""
         self.param_groups = state["param_groups"]
         super().__setstate__({key: value for key, value in state.items() if key != "param_groups"})
 
@@ -96,10 +96,10 @@ class MovedOptimizer(ServerOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, commit: Mapping[str, Any] | None = None
     ) -> StepResult:
-        """Make a step as in `ServerOptimizer.step`; an abort is an error here, since the loop would not see it.
+        """Make a step as in `ServerOptimizer.step`, but raise an error if it is aborted.
 
         If no worker has a gradient, nothing happens, as in torch. If the gradients of the step before were not dropped,
-        torch would apply them again; a warning says so.
+        there is a warning then, because torch would apply them again.
 
         Raises:
             StepAborted: a worker has left or joined; or the parameters were replaced meanwhile (all servers of a slice
@@ -131,10 +131,10 @@ class MovedOptimizer(ServerOptimizer):
         return result
 
     def _check_workers(self) -> None:
-        """Raise if a worker has left or joined: the framework's process group does not survive that.
+        """Raise if a worker has left or joined, since the framework's process group has ended then.
 
-        The replacement makes a new group, and waits in it for the workers that start again. So no worker may wait for
-        its vote.
+        The worker's replacement makes a new group, and waits in it for the workers that start again. So no worker may
+        wait for its vote.
         """
         if _ids_of_workers() != self._workers:
             raise StepAborted(
@@ -142,7 +142,7 @@ class MovedOptimizer(ServerOptimizer):
                 "process again, too (axon-ps run --max-restarts 3 does): it goes on where the servers are"
             )
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or a scheduler that was made before warns
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or torch warns of a scheduler that was made before
 
 
 def _ids_of_workers() -> set[str]:
@@ -151,7 +151,10 @@ def _ids_of_workers() -> set[str]:
 
 
 def moved(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the server optimizer that replaces one of torch's; return ours, and those of other parameters, as is."""
+    """Return the server optimizer that replaces one of torch's.
+
+    Our optimizers, and those of other parameters, are returned as they are.
+    """
     if isinstance(optimizer, ServerOptimizer):
         return optimizer
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -188,7 +191,7 @@ def broadcast_buffers(model: FullyShardedDataParallel, *, in_training_only: bool
 
 
 def save_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[str]) -> None:
-    """Have the servers write a checkpoint into a directory; every worker calls it.
+    """Have the servers write a checkpoint into a directory. Every worker calls it.
 
     Args:
         model: a wrapped model; all models of the job are in the checkpoint.
@@ -202,7 +205,7 @@ def save_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[s
 
 
 def load_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[str]) -> None:
-    """Load parameters, optimizer state and buffers that `save_servers` wrote; every worker calls it.
+    """Load parameters, optimizer state and buffers that `save_servers` wrote. Every worker calls it.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -1,7 +1,7 @@
 """`GradScaler`: loss scaling for fp16 when gradients leave the worker before `step()`.
 
-torch's scaler divides gradients and looks for infinities in `step()`. By then ours are on the servers: so they are
-divided as they are pushed, and the servers find infinities and skip the step.
+torch's scaler divides gradients and looks for infinities in `step()`. By then ours are on the servers. So they are
+divided as they are pushed, and the servers skip a step with infinities.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GradScaler(torch.amp.GradScaler):
     cast. With `no_sync()` the scale must stay the same until the step, as with torch's.
 
     Args:
-        model: a wrapped model, whose device the scale is on; losses of others may be scaled, too.
+        model: a wrapped model, whose device the scale is on. Losses of others may be scaled, too.
         options: of torch's scaler: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
     """
 
@@ -40,17 +40,17 @@ class GradScaler(torch.amp.GradScaler):
 
     @uncompiled
     def scale(self, outputs: Any) -> Any:
-        """Return the loss times the scale; gradients of its backward will be divided by it."""
+        """Return the loss times the scale. Gradients of its backward will be divided by it."""
         multiplied = super().scale(outputs)
         return _scaled(multiplied, self.get_scale()) if self.is_enabled() else multiplied
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: gradients were divided as they were pushed."""
 
-    def step(  # type: ignore[override]  # torch's gives what the optimizer gives
+    def step(  # type: ignore[override]  # torch's returns the optimizer's result
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> StepResult:
-        """Call `optimizer.step()`; the servers skip a step whose gradients are not finite.
+        """Call `optimizer.step()`. The servers skip a step whose gradients are not finite.
 
         Raises:
             InvalidRequest: the optimizer is not of a wrapped model.

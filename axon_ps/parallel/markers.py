@@ -41,7 +41,7 @@ class Markers:
             yield
 
     def begin(self, name: str, *, in_profile: bool) -> None:
-        """Begin a part of the step that ends elsewhere; end it first if it was begun before and raised.
+        """Begin a part of the step, which `end` ends. A part of this name that is still open is ended first.
 
         Args:
             name: name of the part.

@@ -1,16 +1,16 @@
 """`Mesh`: the workers of a group as a grid with named axes, and the groups along its axes.
 
 Owns: coordinates, and one group for each line of ranks (or plane, or more) that is asked for. Refuses: to know what an
-axis means; wrappers and layers are given its groups. Ranks are laid out in row-major order: the axis given last runs
-fastest, so its ranks are neighbours, usually on one host. The axis that communicates most, tensor, belongs there.
+axis means (wrappers and layers are given its groups). Ranks are laid out in row-major order. So the ranks of the last
+axis are neighbours, usually on one host. The axis of most communication, tensor, belongs there.
 
-torch's `DeviceMesh` needs the default process group, of which a process has one. A `Mesh` is of any group, also of
-ranks that are threads; `Mesh.device_mesh` makes torch's where there is a process group.
+torch's `DeviceMesh` needs the default process group, of which a process has one. A `Mesh` can be made of any group,
+also of ranks that are threads. `Mesh.device_mesh` makes torch's where there is a process group.
 
 Invariants:
 - All members have agreed on axes and sizes before a mesh exists.
 - A group of the mesh is made by its members alone and without a message, under a name that no other group has. So
-  `group` never blocks; its members communicate in its first collective.
+  `group` never blocks. The group's members first communicate in its first collective.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DESCRIPTION_BYTES = 512
 class Mesh:
     """A grid of workers, outermost axis first: `Mesh(world.default_group, pipeline=2, data=2, tensor=2)`.
 
-    Making one is collective over the group: every member must, with the same axes. Names are yours; the wrappers'
+    Making a mesh is collective over the group, with the same axes on every member. The names are free. The wrappers'
     documents use pipeline, data, replicate, shard and tensor.
 
     Args:
@@ -47,13 +47,13 @@ class Mesh:
         axes: name -> size, in the order given.
 
     Raises:
-        InvalidRequest: no axis, a size below 1, or sizes that do not multiply to the size of the group. Nothing was
-            sent: the other members still wait for this one.
-        Disagreement: the members gave different axes; the error of every member lists what each gave.
+        InvalidRequest: there is no axis, a size is below 1, the sizes do not multiply to the size of the group, or the
+            names are too long. Nothing was sent: the other members still wait for this one.
+        Disagreement: the members gave different axes. The error of every member lists them.
         Misuse: this worker is not a member of the group.
 
-    After an error: there is no mesh. After a member died, its groups have ended, like all of a process group's; make
-    another mesh of the remaining members.
+    After an error: there is no mesh. After a member died, the mesh's groups have ended. Make another mesh of the
+    remaining members.
     """
 
     def __init__(self, group: ProcessGroup, **axes: int) -> None:
@@ -99,10 +99,10 @@ class Mesh:
 
         The ranks are in row-major order. A rank's position in the group of one axis is its coordinate there. The group
         of several axes is flattened: `mesh.group("data", "tensor")` has data x tensor ranks. The order in which axes
-        are named makes no difference; all axes give the group that the mesh was made of.
+        are named makes no difference. For all axes it is the group that the mesh was made of.
 
         Raises:
-            InvalidRequest: there is no such axis, one is named twice, or none is.
+            InvalidRequest: there is no such axis, one is named twice, or none is named.
         """
         chosen = self._known(axes)
         group = self._groups.get(chosen)
@@ -115,7 +115,7 @@ class Mesh:
         return group
 
     def rank_at(self, **coordinates: int) -> int:
-        """Return the rank, in the mesh's own group, at some coordinates; this worker's on axes that are not given.
+        """Return the rank, in the mesh's own group, at some coordinates. Those not given are this worker's.
 
         Raises:
             InvalidRequest: there is no such axis or coordinate.
@@ -135,7 +135,7 @@ class Mesh:
         *,
         shape: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return this rank's shard of a tensor with other placements on the mesh; data really moves.
+        """Give a tensor other placements on the mesh by moving its data; return this rank's shard.
 
         The call is differentiable, and collective over the groups of the axes that change. `parallel.redistribute` has
         the cost of each change.
@@ -143,16 +143,18 @@ class Mesh:
         Args:
             local: this rank's shard.
             placements: of `local`: for each axis `Shard(dim)`, `Replicate()` or `Partial()` of
-                `torch.distributed.tensor`, in the order of the axes, or by name; an axis that is not named replicates.
-            target: the placements to give it. A Partial placement can stay so; no other can become Partial.
+                `torch.distributed.tensor`, in the order of the axes, or by name. An axis that is not named has
+                `Replicate()`.
+            target: the placements to give it. A Partial placement can stay so. No other can become Partial.
             shape: of the full tensor, where shards may differ; None = they are equal.
 
         Returns:
             The shard, in memory of its own if anything changed.
 
         Raises:
-            InvalidRequest: a placement is none of these; or this rank's shard is not of the shape it should have, an
-                error that the other ranks of the first collective get too.
+            InvalidRequest: a placement is none of these, or Partial as a new target. Or this rank's shard has a wrong
+                shape, or requires a gradient that does not exist; the other ranks of the first collective get this
+                error, too.
             Disagreement: the ranks gave different things.
 
         After an error: see `ProcessGroup`.
@@ -177,7 +179,11 @@ class Mesh:
         return init_device_mesh(device_type, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
 
     def _known(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes in the mesh's order, if they are its."""
+        """Return these axes in the mesh's order.
+
+        Raises:
+            InvalidRequest: there is no such axis, one is named twice, or none is named.
+        """
         unknown = [a for a in axes if a not in self.axes]
         if unknown or not axes or len(set(axes)) != len(axes):
             given = ", ".join(map(repr, axes)) or "none"
@@ -189,7 +195,7 @@ class Mesh:
 
 
 def _sizes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Return the sizes; a size of -1 is filled in."""
+    """Return the sizes, with a size of -1 filled in."""
     given = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     sizes = {axis: int(size) for axis, size in axes.items()}
     free = [axis for axis, size in sizes.items() if size == -1]

@@ -1,7 +1,7 @@
-"""Optimizers whose state lives on the shard servers, as real `torch.optim.Optimizer`s.
+"""Optimizers whose state is on the shard servers, as real `torch.optim.Optimizer`s.
 
-`param_groups` hold the hyperparameters that the next step will use, so torch's LR schedulers work on them unchanged;
-the program's own keys stay in them. A model has one optimizer at a time. A later one replaces the earlier one with its
+`param_groups` hold the hyperparameters that the next step will use, so torch's LR schedulers work on them unchanged.
+The program's own keys stay in them. A model has one optimizer at a time. A later one replaces the earlier one with its
 first step, and its moments begin anew, as torch's do.
 `step()` sends the remaining gradients, votes, and returns the decision. Except under NO_SHARD, state (moments,
 momentum) is never on a worker, and checkpoints are written by the servers.
@@ -37,21 +37,21 @@ _WAYS_TO_COMPUTE: Final = ("foreach", "fused", "capturable", "differentiable")
 
 _DECOUPLED_KEY: Final = "decoupled_weight_decay"
 _DECOUPLED: Final = {"adam": False, "adamw": True}
-"""The only value of this key in torch's groups, if it is given, by optimizer."""
+"""By optimizer, the only value that this key may have in a group."""
 
 _SERVERS: Final = "axon_ps"
 """Key in state dicts for the model whose moments are on the servers, the version they began at, and the present one."""
 
 _add_param_group = uncompiled(inspect.unwrap(torch.optim.Optimizer.add_param_group))
 _zero_grad = uncompiled(inspect.unwrap(torch.optim.Optimizer.zero_grad))
-"""torch's own methods import the compiler at their first call; these import nothing, and are not compiled either."""
+"""torch's methods without the wrapper that imports the compiler at the first call. They are not compiled either."""
 
 
 class ServerOptimizer(torch.optim.Optimizer):
-    """An optimizer that runs on the servers, by name; under NO_SHARD the same kernels run here, in host memory.
+    """An optimizer that runs on the servers, by name. Under NO_SHARD the same kernels run here, in host memory.
 
-    `ServerOptimizer(model.parameters(), "adamw", lr=3e-4)`. The names are those of `axon_ps.optim`; docs/extending.md
-    says how to add one.
+    `ServerOptimizer(model.parameters(), "adamw", lr=3e-4)`. The names are those of `axon_ps.optim`. See
+    docs/extend_optimizer.md for adding one.
 
     Args:
         params: a wrapped model, or its parameters, or parameter groups of them (dicts with "params").
@@ -63,7 +63,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         InvalidRequest: there is no optimizer of that name, a parameter is not of a wrapped model, or a hyperparameter
             is unknown, out of range or not possible on servers.
         LayoutMismatch: another worker made another optimizer.
-        Misuse: the model has an optimizer already, and its replicas step asynchronously.
+        Misuse: the model has an optimizer already, and its replicas step asynchronously; or a parameter has gradients
+            that another optimizer's `zero_grad()` left.
         Busy: it has one, and the shard servers have no memory for the moments of another.
     """
 
@@ -96,12 +97,14 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._runtime.expected_hyper = None if owner.spec.policy.asynchronous else self._expected
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; if the optimizer has been made, the group's parameters are updated from the next step on.
+        """Add a group, whose parameters are updated from the next step on.
 
         Every worker adds the same.
 
         Raises:
-            InvalidRequest: a parameter is in another group, or not of the wrapped model.
+            ValueError: a parameter is in another group.
+            InvalidRequest: a parameter is in the group twice, or not of the wrapped model; or a hyperparameter is out
+                of range.
             Misuse: replicas step asynchronously, another optimizer of this model was made since, or a parameter has
                 gradients that `zero_grad()` left.
             Busy: the shard servers have no memory for the group's moments.
@@ -157,7 +160,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._needed, self._before, self._grouped = spec.groups, (), self._grouping()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the model; call it in each step, as with torch's optimizers.
+        """Drop the gradients of the model. Call it in each step, as with torch's optimizers.
 
         Gradients that were sent already for the current step (an error in backward was caught, say) are withdrawn. That
         step is aborted, also for the other workers, whose result names this one. Go on with the next batch.
@@ -186,8 +189,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Returns:
             The result of the step: committed or not, the version, the gradient norm before clipping. When it did not
-            commit (non-finite gradients, or a worker left or joined), the parameters are unchanged and the gradients
-            are gone; go on with the next batch.
+            commit (non-finite gradients, or a worker left or joined), the parameters are unchanged. The gradients are
+            gone, except under NO_SHARD. Go on with the next batch.
 
         Raises:
             Timeout: no decision came in time.
@@ -224,7 +227,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the parameter groups' hyperparameters, and under NO_SHARD the moments.
 
-        Elsewhere moments are on the servers, and in checkpoints; `load_state_dict` says what becomes of them.
+        Elsewhere moments are on the servers, and in checkpoints; see `load_state_dict`.
         """
         assert self._runtime is not None
         with self._state.holding(self._runtime.optimizer_state(self)):
@@ -241,8 +244,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the groups are not those of the state dict.
-            InvalidRequest: it has moments, and this optimizer's are on the servers: `load_checkpoint` brings those; or
-                its moments are on the servers, and another model's.
+            InvalidRequest: it has moments, and this optimizer's are on the servers (`load_checkpoint` loads moments);
+                or its moments are on the servers, and not those of this optimizer.
         """
         assert self._runtime is not None
         saved = state_dict.get(_SERVERS)
@@ -425,12 +428,12 @@ def _flatten(rules: UpdateRule, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Return a learning rate or the like as a number; torch's may be tensors."""
+    """Return a learning rate or the like, which may be a tensor in torch, as a number."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 class Way(TypedDict, total=False):
-    """torch's choices of the way an update is computed. The servers have one: these change nothing, or are refused."""
+    """torch's choices of the way an update is computed. On the servers they change nothing, or are refused."""
 
     foreach: bool | None
     fused: bool | None

@@ -63,7 +63,7 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """Expand a short form: None and False mean nothing, True means bfloat16, a dtype means `param_dtype`.
+        """Expand a short form: a dtype is `param_dtype`, True is bfloat16 there, None and False are the defaults.
 
         Raises:
             InvalidRequest: `given` is none of these.

@@ -5,8 +5,8 @@ where its gradients come from and how they are averaged; DDP, NO_SHARD and `Grad
 
 Note: [One order of reductions]
     Every rank reduces the buckets in one order, in whatever order their gradients become complete: a bucket is reduced
-    after those before it. At the end of backward the owner of the round gives missing gradients as zeros. So a gradient
-    that one rank does not have cannot make ranks disagree.
+    after those before it. At the end of backward, missing gradients count as zeros. So the ranks make the same
+    reductions even if one of them lacks a gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Round:
     """One reduction of all buckets; see the module.
 
     Args:
-        members: the numbers of each bucket's gradients; the buckets are in the order in which they are reduced.
+        members: the numbers of each bucket's gradients, in the order in which the buckets are reduced.
         start: starts the reduction of a bucket, by its position.
         overlapped: start buckets as soon as they are complete; else only when `start_complete` is called.
 
@@ -51,7 +51,7 @@ class Round:
             self.start_complete()
 
     def start_complete(self) -> None:
-        """Start every bucket that has not been started and is complete, as all before it are."""
+        """Start, in order, the next buckets that are complete, up to the first that is not."""
         while len(self._works) < len(self._incomplete) and not self._incomplete[len(self._works)]:
             self._works.append(self._start(len(self._works)))
 

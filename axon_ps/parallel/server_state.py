@@ -13,10 +13,10 @@ from axon_ps.errors import Misuse
 
 
 class ServerState(defaultdict[torch.Tensor, Any]):
-    """An empty dict. `clear()` begins the moments anew, as in torch; the entry of one parameter is refused.
+    """An empty dict. `clear()` begins the moments anew, as in torch. The entry of one parameter is refused.
 
     Args:
-        begin_anew: returns a function that begins the moments of all parameters anew; None once the optimizer is gone.
+        begin_anew: returns a function that begins all moments anew, or None once the optimizer is gone.
     """
 
     def __init__(self, begin_anew: Callable[[], Callable[[], None] | None]) -> None:

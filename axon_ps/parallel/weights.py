@@ -3,12 +3,11 @@
 Note: [Engines that load weights]
     vLLM's models have `load_weights(weights)`, which takes pairs of a Hugging Face name and a tensor and converts them
     to the engine's layout. Its workers take a mix-in class (`worker_extension_cls`), whose methods `collective_rpc`
-    calls on each. `WeightReceiver` is such a class. vLLM is not imported, and not tested against here: this is written
-    against that interface.
+    calls on each. `WeightReceiver` is such a class. It is written against that interface, and is not tested with vLLM.
 
 Note: [Ranks of an engine]
-    Each worker of an engine that is split over several pulls for itself, and loads its own part. All have to load the
-    same version while the job goes on. So a version is fetched first, and loaded when all have the same one.
+    An engine may be split over several workers. Each of them pulls the weights, and loads its own part. All have to
+    load the same version while the job goes on. So a version is fetched first, and loaded when all have the same one.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ def weight_tensors(weights: Weights, device: torch.device | str | None = None) -
 
 
 def load_weights(module: nn.Module, weights: Weights) -> int:
-    """Copy a version into a module's parameters, cast to their dtype, on their device; returns the version.
+    """Copy a version into a module's parameters, cast to their dtype, on their device; return the version.
 
-    The module is built like that of the workers; tied parameters may be there under either name. Its buffers stay.
+    The module is built like that of the workers. Tied parameters may have either name there. The buffers stay.
 
     Raises:
         InvalidRequest: `weights` is not from a subscription; or a parameter is missing on either side, or has another
@@ -76,7 +75,7 @@ def load_weights(module: nn.Module, weights: Weights) -> int:
 
 
 def _checked(weights: Weights) -> Weights:
-    """Return one version of a subscription; refuse half of one, as `for version, parameters in ...` gives it."""
+    """Return one version of a subscription, and refuse its parameters alone (`for version, parameters in ...`)."""
     if not isinstance(weights, Weights):
         raise InvalidRequest(
             f"weights is of type {type(weights).__name__}; give what the subscription gave, as in `for weights in "
@@ -114,7 +113,7 @@ class WeightReceiver:
     _fetched: Weights | None = None
 
     def subscribe_weights(self, **options: Any) -> None:
-        """Subscribe; options are those of `axon_ps.subscribe`."""
+        """Subscribe with the options of `axon_ps.subscribe`."""
         self.unsubscribe_weights()
         self._subscription = axon_ps.subscribe(**options)
 
@@ -148,7 +147,7 @@ class WeightReceiver:
         return fetched.version
 
     def unsubscribe_weights(self) -> None:
-        """End the subscription. Harmless when repeated."""
+        """End the subscription. Repeated calls do nothing."""
         if self._subscription is not None:
             self._subscription.close()
         self._subscription = self._fetched = None
@@ -158,12 +157,12 @@ def update_weights(rpc: RPC, timeout_s: float = 600.0) -> int:
     """Have all workers of an engine load the same version, their newest or a later one, and return it.
 
     Args:
-        rpc: the engine's `collective_rpc`; its workers are `WeightReceiver`s that have subscribed.
+        rpc: the engine's `collective_rpc`. Its workers are `WeightReceiver`s that have subscribed.
         timeout_s: most seconds until all have the same version.
 
     Raises:
-        Timeout: they do not; the engine keeps the weights that it had.
-        AxonError: a pull raised it, and the engine passes it on.
+        Timeout: they do not have the same version in time. The engine still has its earlier weights.
+        AxonError: a pull raised it, and the engine raises it again.
     """
     deadline_s = time.monotonic() + timeout_s
     versions, margin = rpc("fetch_weights"), 1

@@ -29,7 +29,7 @@ class QueuedWork(Generic[T]):
         """Block until the call is done, and the work that it started.
 
         Raises:
-            Timeout: it is not done yet; it goes on.
+            Timeout: it is not done yet, and goes on.
             AxonError: the call or the work failed.
         """
         began = time.monotonic()
@@ -42,7 +42,7 @@ class QueuedWork(Generic[T]):
         return result.wait(timeout_s) if isinstance(result, Work) else result
 
     def is_completed(self) -> bool:
-        """Return True if the call and the work that it started ended, with a result or an error."""
+        """Return True if the call and the work that it started have ended, with a result or an error."""
         if not self._future.done():
             return False
         result = None if self._future.exception() is not None else self._future.result()

@@ -20,14 +20,14 @@ from axon_ps.errors import Misuse
 
 
 class _Forward:
-    """`forward` of a wrapper: a method with the signature of the module's; an instance's own `forward` overrides it."""
+    """`forward` of a wrapper: a method with the signature of the module's. An instance's own `forward` overrides it."""
 
     def __get__(self, wrapper: ModuleWrapper | None, owner: type[ModuleWrapper]) -> Any:
         return owner._run if wrapper is None else MethodType(wrapper._forward, wrapper)
 
 
 class ModuleWrapper(nn.Module):
-    """Base of wrappers; calling one calls `_run`.
+    """Base of wrappers. Calling one calls `_run`.
 
     `isinstance(wrapper, type(module))` is true, as for FSDP2. Parameters and modules have the names that they have in
     the user's module. Attributes that the wrapper does not have are the module's.
@@ -65,17 +65,17 @@ class ModuleWrapper(nn.Module):
         return inside[key]
 
     def unwrap(self) -> nn.Module:
-        """Return the user's module; values on the servers can be read only inside `summon_full_params()`."""
+        """Return the user's module. Values on the servers can be read only inside `summon_full_params()`."""
         return self.module
 
     def into_inner(self) -> nn.Module:
-        """Return `unwrap()`; this is its name in the Rust crates."""
+        """Return `unwrap()`. This is its name in the Rust crates."""
         return self.unwrap()
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the wrapper, then the user's module and all modules in it; the first two have the same name.
+        """Yield the wrapper, then the user's module and all modules in it. The first two have the same name.
 
         So parameters and buffers have the names that they have in the user's module, as in `state_dict()`.
         """

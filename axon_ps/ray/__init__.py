@@ -5,7 +5,7 @@
 - `AxonTrainer` is that trainer with parameters on the servers: a worker that dies is replaced while the others train.
 
 Owns: the choice of a Ray node for each process, and its restart there or elsewhere. Refuses: to import Ray before it is
-used; all of Ray's API is used in this package alone.
+used. All of Ray's API is used in this package alone.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class RayCluster:
 
         Raises:
             Misuse: it runs already.
-            Busy: Ray could not place everything within `start_timeout_s`; nothing is left.
+            Busy: Ray could not place everything within `start_timeout_s`. Nothing is left.
             AxonError: a service could not start.
         """
         if self._services is not None:
@@ -89,7 +89,7 @@ class RayCluster:
         self.close()
 
     def close(self) -> None:
-        """End everything that it started, workers first. Harmless when repeated."""
+        """End everything that it started, workers first. A repeated call is harmless."""
         try:
             if self._run is not None:
                 self._run.end()
@@ -130,7 +130,7 @@ class RayCluster:
         return self.services.config.security
 
     def start(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Call a function in every worker, and return at once; `results` waits for it.
+        """Call a function in every worker, and return at once. `results` waits for it.
 
         Args:
             function: joins the job with `World.init()`. It is called again from its first line in a worker that died,
@@ -154,10 +154,10 @@ class RayCluster:
 
         Raises:
             Misuse: no function runs.
-            Broken: a worker raised, or died more often than `max_restarts`; the message has its traceback.
+            Broken: a worker raised, or died more often than `max_restarts`. The message has its traceback.
             Busy: all workers died, and Ray could not start any again.
 
-        After an error: the workers have been ended; the services, and the parameters on them, are there until the
+        After an error: the workers have been ended. The services, and the parameters on them, are there until the
         cluster is left.
         """
         if self._run is None:

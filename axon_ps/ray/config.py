@@ -33,8 +33,8 @@ class ClusterConfig:
             refuses to put two on one.
         state: the store of the coordinator's state: empty = a file on its node, "memory", a path, or
             "etcd:HOST:PORT,...", which several coordinators have together.
-        coordinators: their number, more than 1 only if `state` is etcd: one leads, the others stand by. They are on
-            different nodes if there are as many.
+        coordinators: number of coordinators, more than 1 only if `state` is etcd. One leads, and the others stand by.
+            They are on different nodes if there are as many.
         resume: checkpoint to start from.
         checkpoint_dir: the directory to which the job writes checkpoints by itself, and from which it resumes; empty =
             it does not.
@@ -45,12 +45,12 @@ class ClusterConfig:
             in; on one host, where only its user can call them, all.
         lease_s: seconds of silence after which a member is lost.
         join_timeout_s: seconds that the job waits for lost workers when fewer than `min_workers` are left.
-        step_timeout_s: seconds for which a step waits for an absent worker.
+        step_timeout_s: seconds that a worker may be absent from a step before it is set aside.
         start_timeout_s: seconds that Ray may take to place and start everything.
         security: the job's secret (empty = a random one), by which nodes on several hosts use mutual TLS; or TLS files,
             found by these paths on every node; or `insecure=True`: the network is trusted.
         plugins: modules that the services import; see docs/extending.md.
-        log_level: the lowest level that the services log; Ray shows it in the driver.
+        log_level: the lowest level that the services log. Ray shows it in the driver.
 
     Raises:
         ConfigurationError: a value cannot work.

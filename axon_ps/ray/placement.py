@@ -21,7 +21,7 @@ from axon_ps.errors import Busy
 
 _HEAD: Final = "node:__internal_head__"
 RESTART_S: Final = 1.0
-"""Seconds between two looks at whether Ray has started a dead service again."""
+"""Seconds between two checks for the restart of a dead service by Ray."""
 
 _NOT_ASKED: Final = ("memory", "object_store_memory")
 
@@ -33,7 +33,7 @@ class RayNode:
     Attributes:
         id: its Ray node id.
         ip: its address.
-        is_head: whether Ray's own control service runs there; its death ends the Ray cluster.
+        is_head: whether Ray's own control service runs there. Its death ends the Ray cluster.
         resources: the resources that Ray gives out there, in all.
     """
 
@@ -62,10 +62,10 @@ def create_placement_group(
         what: its purpose, for messages.
         bundles: the resources of each member.
         strategy: Ray's.
-        timeout_s: seconds that Ray may take; an autoscaler starts nodes meanwhile.
+        timeout_s: seconds that Ray may take. An autoscaler starts nodes meanwhile.
 
     Raises:
-        Busy: it has not placed it in that time; the group is removed.
+        Busy: it has not placed it in that time. The group is removed.
     """
     group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     if group.wait(timeout_s):
@@ -99,7 +99,7 @@ class Release:
 
 
 def _has_ended(service: Any) -> bool:
-    """Wait for the end of a service; False = Ray starts it again, or cannot say."""
+    """Wait for the end of a service; False = Ray starts it again, or that is not known."""
     try:
         ray.get(service.wait.remote())
     except ActorDiedError:
@@ -110,7 +110,7 @@ def _has_ended(service: Any) -> bool:
 
 
 def release_with(service: Any, group: PlacementGroup) -> None:
-    """Let a placement group be removed with a service, if this process, an actor, does not live to do it.
+    """Have a placement group removed with a service, if this process, an actor, ends before it can do that.
 
     Ray removes the groups that a driver has made when the driver ends. It keeps the groups that an actor has made until
     the actor *and* its driver have ended: the shard servers' reservation would outlive each run of Ray Train.

@@ -73,7 +73,7 @@ class ServiceConfig:
 
 
 class ServiceActor(ABC):
-    """One service in this process; it starts with the actor.
+    """One service in this process. It starts with the actor.
 
     Args:
         name: in messages.
@@ -92,7 +92,7 @@ class ServiceActor(ABC):
 
     @abstractmethod
     async def _serve(self, ready: Ready, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set; call `ready` with the port."""
+        """Serve until `stop` is set. Call `ready` with the port."""
 
     def port(self, timeout_s: float) -> int:
         """Return the port at which it listens, once it does.
@@ -112,12 +112,12 @@ class ServiceActor(ABC):
         return os.getpid()
 
     def stop(self) -> None:
-        """End it in order, within `STOP_S` seconds. Harmless when repeated."""
+        """End it in order, within `STOP_S` seconds. A repeated call is harmless."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._ended.wait(STOP_S)
 
     def wait(self) -> None:
-        """Return when it has ended in order; the call fails when the actor dies."""
+        """Return when it has ended in order. The call fails when the actor dies."""
         self._ended.wait()
 
     def _main(self) -> None:
@@ -180,7 +180,7 @@ class CoordinatorActor(ServiceActor):
         super().__init__("coordinator", config)
 
     def stop(self) -> None:
-        """End it in order, and forget its port and its state, unless that is elsewhere."""
+        """End it in order, and remove its port and its state, unless the state is elsewhere."""
         super().stop()
         shutil.rmtree(self._directory, ignore_errors=True)
 

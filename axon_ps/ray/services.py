@@ -4,7 +4,7 @@ The actors live as long as the process that made them (a driver, or Ray Train's 
 them with it. Ray would keep a controller's reservation until the driver ends, so `placement.release_with` frees it.
 Until then Ray starts an actor again when its process or node has died. Shard servers start on the node to which Ray
 moves their bundle. Coordinators start on their own node alone, because members know them by their addresses. That node
-is the head, whose death ends the Ray cluster; with their state in etcd there are several.
+is the head, whose death ends the Ray cluster. With their state in etcd, there may be several, on several nodes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Services:
     Raises:
         Busy: Ray could not place the shard servers.
         Timeout: they did not start in time.
-        ConfigurationError: nodes are on several hosts, and there are no certificates.
+        ConfigurationError: nodes are on several hosts, and the token is too weak.
         AxonError: a service could not start.
     """
 
@@ -77,7 +77,7 @@ class Services:
         return named | security_variables(self.config.security)
 
     def close(self) -> None:
-        """End all of them in order, the shard servers first; each kind gets `STOP_S`, and what is left is killed."""
+        """End all of them in order, the shard servers first. Each kind gets `STOP_S`, and is then killed."""
         for actors in (self.shards, self.coordinators):
             stopping = [actor.stop.remote() for actor in actors]
             ray.wait(stopping, num_returns=len(stopping), timeout=STOP_S) if stopping else None

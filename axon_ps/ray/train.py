@@ -1,7 +1,7 @@
 """Ray Train over axon_ps: `AxonConfig`, a backend of its `TorchTrainer`, and `AxonTrainer`, which needs no restart.
 
 Ray Train's controller, an actor, starts the services before the first worker group and holds them until the run ends:
-they outlive every worker group, so parameters on the servers survive Ray Train's restarts.
+they outlive every worker group, so parameters stay on the servers when Ray Train restarts workers.
 
 `AxonConfig.elastic` selects one of two modes:
 - a process group "axon" on all workers, as Ray's own backend makes one of gloo or NCCL. One worker's death breaks it,
@@ -45,7 +45,7 @@ class AxonConfig(TorchConfig):
         timeout_s: as `TorchConfig` has it.
         cluster: coordinator and shard servers, which Ray places beside the workers.
         elastic: make no process group: the training function calls `World.init()`, and Ray Train replaces a lost
-            worker while the others train on. Needs Ray 2.60, and `FailureConfig(max_failures=...)` above 0.
+            worker while the others train on. It needs Ray 2.60, and `FailureConfig(max_failures=...)` above 0.
     """
 
     backend: str | None = BACKEND
@@ -87,7 +87,7 @@ class AxonTrainer(TorchTrainer):
 class AxonBackend(_TorchBackend):
     """Starts the services, lets every worker find them, and makes the process group.
 
-    Ray Train has one instance per controller, which is one run.
+    Ray Train makes one instance per controller, that is, per run.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class AxonBackend(_TorchBackend):
         self._services: Services | None = None
 
     def on_start(self, worker_group: Any, backend_config: AxonConfig) -> None:
-        """Prepare all workers; if Ray Train has replaced some, prepare only these."""
+        """Prepare all workers. If Ray Train has replaced some, prepare only these."""
         if self._services is None:
             self._services = Services(backend_config.cluster)
         self._prepare_all(worker_group, self._services, elastic=backend_config.elastic)
@@ -117,7 +117,7 @@ class AxonBackend(_TorchBackend):
 
 
 class ElasticAxonBackend(AxonBackend):
-    """`AxonBackend` without a process group; Ray Train replaces single workers."""
+    """`AxonBackend` without a process group. Ray Train replaces single workers."""
 
     has_replica_groups: bool = True
 
@@ -126,7 +126,7 @@ class ElasticAxonBackend(AxonBackend):
         self._group: PlacementGroup | None = None
 
     def on_start(self, worker_group: Any, backend_config: AxonConfig) -> None:
-        """Prepare all workers; if Ray Train has replaced some, prepare only these."""
+        """Prepare all workers. If Ray Train has replaced some, prepare only these."""
         super().on_start(worker_group, backend_config)
         if _is_complete(worker_group):
             self._group = worker_group.get_worker_group_state().placement_group_handle.placement_group
@@ -168,7 +168,7 @@ class _ElasticContext:
 
 
 def _is_complete(worker_group: Any) -> bool:
-    """Return True if the group has all workers; a replica group has one of them."""
+    """Return True if the group has all workers. A replica group has one of them."""
     return hasattr(worker_group, "get_replica_groups")
 
 

@@ -67,7 +67,7 @@ class WorkerActor:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> object:
-        """Call the function as a worker of the job; its node is the one where Ray has started this process.
+        """Call the function as a worker of the job. Its node is the one where Ray has started this process.
 
         A second call in the same process, made because the connection to the driver was lost, returns the result of the
         first.
@@ -109,7 +109,7 @@ class _Worker:
         self.call = self.actor.run.remote(*self.arguments)
 
     def ask(self) -> None:
-        """Take a reply of its process, if there is one, and ask again; call the function if it is not running."""
+        """Take a reply of its process, if there is one, and ask again. Call the function if it is not running."""
         if self.ping is not None and ray.wait([self.ping], timeout=0)[0]:
             reply, self.ping = self.ping, None
             with contextlib.suppress(RayActorError):
@@ -182,7 +182,7 @@ class WorkerRun:
         return self._results
 
     def end(self) -> None:
-        """End their processes. Harmless when repeated."""
+        """End their processes. A repeated call is harmless."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors.clear()

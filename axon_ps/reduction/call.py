@@ -19,7 +19,7 @@ REASON_CHARS = 200
 
 
 class Operation(enum.Enum):
-    """The kind of collective; REFUSAL: one rank cannot make the call. See Note: [Agreement]."""
+    """The kind of collective; REFUSAL: one rank cannot make it. See `collectives.backends.base`, Note: [Agreement]."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE = "reduce"
@@ -35,10 +35,10 @@ class Operation(enum.Enum):
 
 @dataclass(kw_only=True, slots=True, unsafe_hash=True)
 class Call:
-    """One collective as one rank describes it; equal on every rank. See Note: [Agreement].
+    """One collective as one rank describes it; equal on every rank.
 
-    Never changed once it is made. It is not frozen because making a frozen one takes three times as long (1.4 us; a
-    small call takes 10).
+    See `collectives.backends.base`, Note: [Agreement]. It is never changed once it is made. It is not frozen because
+    making a frozen one takes three times as long (1.4 us; a small call takes 10).
 
     Attributes:
         sequence: number of collectives that this group did before.
@@ -50,7 +50,7 @@ class Call:
         op: ALL_REDUCE, REDUCE, REDUCE_SCATTER: how to combine.
         root: REDUCE, BROADCAST, GATHER, SCATTER: the root's position in the group; else -1.
         reason: REFUSAL: the call that this rank refused, and why; at most `REASON_CHARS` characters.
-            Not compared: ranks that all refuse agree.
+            It is not compared: ranks that all refuse agree.
     """
 
     sequence: int
@@ -62,7 +62,7 @@ class Call:
     reason: str = field(default="", compare=False)
 
     def refused(self, error: BaseException) -> Call:
-        """Return the call to make if this rank cannot make this one; it equals only refusals, so all get the reason."""
+        """Return the call to make if this rank cannot make this one. It equals only refusals, so all get the reason."""
         return Call.refusal(self.sequence, self.operation.value, str(error))
 
     @staticmethod

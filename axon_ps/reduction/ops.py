@@ -1,15 +1,15 @@
 """Reductions of flat arrays in any dtype, for every backend and the servers' collectives.
 
-Owns: the meaning of a `ReduceOp` for a dtype. Refuses: to know the contributors; the caller decides the order.
+Owns: the meaning of a `ReduceOp` for a dtype. Refuses: the order of contributions, which is the caller's.
 
 Invariants:
 - Contributions are combined in the order given, ((x0 + x1) + x2) + ..., so the result is the same in every process.
 - bf16 and f16 are combined in f32 and rounded once, at the end. Everything else is combined in its own type: integers
   wrap around, a bool's sum is "or" and its product "and".
 - Blocks of int8 have a sum and an average, in f32; see `compress.int8_block` for how those become blocks again.
-- AVERAGE is the sum divided by the number of contributions; it needs a floating-point type.
+- AVERAGE is the sum divided by the number of contributions. It needs a floating-point type.
 - MIN and MAX of a NaN are NaN.
-- The GIL is released in all of them.
+- The GIL is released in all of these operations.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def accumulate(acc: Array, data: Array, op: ReduceOp, dtype: DType) -> None:
 
 
 def finish(out: Array, acc: Array, op: ReduceOp, dtype: DType, contributions: int) -> None:
-    """Set out: T[m] to the result of `contributions` contributions combined in acc: A[m]; `out` may be `acc`."""
+    """Set out: T[m] to the result of `contributions` contributions combined in acc: A[m]. `out` may be `acc`."""
     if op is ReduceOp.AVERAGE:
         np.divide(acc, contributions, out=acc)
     if dtype in _HALVES:
@@ -114,9 +114,10 @@ def finish(out: Array, acc: Array, op: ReduceOp, dtype: DType, contributions: in
 
 
 def reduce_into(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DType) -> None:
-    """Set out: T[m] to the reduction of the sources, T[m] each, in their order; `out` may be one of them.
+    """Set out: T[m] to the reduction of the sources, T[m] each, in their order. `out` may be one of them.
 
-    All but the sum of two uncoded arrays is done in blocks of `BLOCK_BYTES`, so each array is read from memory once.
+    All but the reduction of two uncoded arrays is done in blocks of `BLOCK_BYTES`, so each array is read from memory
+    once.
     """
     if len(sources) == 1:
         if out is not sources[0]:
@@ -156,7 +157,7 @@ def _int8_block() -> Any:
 
 
 def _cast() -> Any:
-    """Return the compiled casts; loading numba takes a while, and only bf16 and f16 need it."""
+    """Return the compiled casts. Loading numba takes a while, and only bf16 and f16 need it."""
     from axon_ps.compress import cast
 
     return cast

@@ -8,8 +8,8 @@ Operators and observers are not members: they do not join the job, and no member
 registers models, steps, stores values and writes and restores checkpoints, as a training script does. It does not move
 shard servers or revoke rights; an operator does.
 
-This table is about roles only. The coordinator's core (`access.callers`) decides for each call if the caller is a
-member of the job, and may call as one.
+This table is about roles only. The coordinator's core (`access.callers`) checks for each call that the caller is a
+member of the job.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The SDK's event loop: one daemon thread that runs coroutines for blocking callers.
 
 Note: [Nothing runs on after run]
-    A coroutine may write into arrays of the caller (a gather into a parameter). When `run` returns or raises, for
-    whatever reason, the coroutine is over: on a time-out or Ctrl-C it is cancelled and awaited, so the caller may reuse
-    its arrays. The only exceptions are a coroutine that ignores its cancellation for `CANCEL_WAIT_S`, which is logged,
-    and a second Ctrl-C.
+    A coroutine may write into arrays of the caller (a gather into a parameter). When `run` returns or raises, the
+    coroutine is over: on a time-out or Ctrl-C it is cancelled and awaited. So the caller may reuse its arrays. The only
+    exceptions are a coroutine that ignores its cancellation for `CANCEL_WAIT_S`, which is logged, and a second Ctrl-C.
 
 Note: [Locks and Ctrl-C]
     A Ctrl-C inside `threading.Event.wait`, between acquiring the event's inner lock and the `with` that releases it
@@ -33,7 +32,7 @@ CANCEL_WAIT_S: Final = 5.0
 """Seconds to wait for a cancelled coroutine."""
 
 SETTLE_S: Final = 0.02
-"""Seconds that a loop that is being closed still processes gRPC's completions of cancelled calls.
+"""Seconds for which a closing loop still processes gRPC's completions of cancelled calls.
 
 gRPC has one queue of completions for all loops of a process. A completion for a closed loop is reported as an error by
 another loop, if there is one; it is harmless.

@@ -31,7 +31,7 @@ from axon_ps.rpc.renewed_channel import RenewedChannel
 from axon_ps.rpc.security import Security, credentials_of
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-"""Longest message that a client accepts, and a shard server: a chunk has 1 to 4 MiB, at most 4 Mi elements."""
+"""Longest message that clients and shard servers accept: a chunk has at most 4 Mi elements (16 MiB of f32)."""
 
 MAX_CALL_BYTES: Final = 16 << 20
 """Longest message that a coordinator accepts: a layout of a hundred thousand parameters is about 10 MiB."""
@@ -176,7 +176,7 @@ async def until_connected(channel: Channel, timeout_s: float) -> None:
     """Return when a channel is connected.
 
     Raises:
-        Unreachable: it cannot be, or is not within `timeout_s` seconds; then the channel is not usable.
+        Unreachable: it cannot connect, or did not within `timeout_s` seconds; then the channel is not usable.
     """
     state = channel.get_state(try_to_connect=True)
     try:

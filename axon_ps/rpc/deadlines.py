@@ -69,7 +69,7 @@ async def retry(
         sleep: the function that waits (a test's clock).
 
     Raises:
-        BaseException: the last error of `fn`, with a note of the number of attempts.
+        BaseException: the last error of `fn`; an error in `on` has a note of the number of attempts.
     """
     rng = rng or random.Random()
     attempts = 0

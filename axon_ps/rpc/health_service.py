@@ -24,7 +24,7 @@ class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-
         self._watches = 0
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        """Send the health of a service whenever it changes, for `WATCH_S`; a service that does not exist is refused."""
+        """Send the health of a service whenever it changes, for `WATCH_S`; a watch of an unknown service is refused."""
         if request.service not in self._server_status:
             unknown = f"this server has no service {request.service[:80]!r} to watch"
             await abort(context, status_of(InvalidRequest(unknown)))
@@ -42,7 +42,7 @@ class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-
             self._watches -= 1
 
     async def _watch(self, service: str, context: Any) -> None:
-        """Watch such that, unlike in gRPC's own service, a watch that ends or does not read never affects another."""
+        """Send changes. Unlike in gRPC's service, a client that leaves or does not read never affects another."""
         changed = self._server_watchers[service]
         while True:
             status = self._server_status[service]

@@ -5,10 +5,10 @@ Refuses: content; each part of the system adds its routes.
 
 Note: [Connections of strangers]
     A connection costs a file, and every client that reaches the port may open one. So there are few (`limits`). For one
-    more, the oldest connection is ended that has no request of a caller with credentials under way. If there is none,
-    the new one is answered with 503, or closed if it would use TLS. A connection is ended if the head of its first
-    or of a further request does not come within `HTTP_HEAD_S` (aiohttp's `keepalive_timeout`), and if its client does
-    not read the answer.
+    more, the oldest connection without a request of an authenticated caller is ended. If there is none, the new one is
+    answered with 503, or closed if it would use TLS. A connection is ended if the head of its first or of a further
+    request does not come within `HTTP_HEAD_S` (aiohttp's `keepalive_timeout`), and if its client does not read the
+    answer.
 
 The rules are those of the gRPC server. Loopback may be plaintext; any other address needs TLS and credentials or an
 explicit `insecure`. The table of `access` has the roles for each path. The token is sent as `Authorization: Bearer
@@ -18,7 +18,7 @@ could still make a browser call (DNS rebinding, forms). So a name in `Host` that
 `Origin`, are refused.
 
 aiohttp and the exposition of metrics are imported when an `HttpServer` is made. So a process without an endpoint does
-not load them, and no event loop waits for the import.
+not load them, and the import does not hold up an event loop.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ MIN_FILES: Final = 128
 """Least number of files that a service needs."""
 
 MAX_HTTP_CONNECTIONS: Final = 512
-"""HTTP connections at a time, or an eighth of the files that the process may open."""
+"""HTTP connections at a time, or an eighth of the files that the process may open if that is less."""
 
 HTTP_HEAD_S: Final = 10.0
 """Seconds for the head of a request on an HTTP connection, the first and each further one."""

@@ -1,8 +1,8 @@
 """A channel over TLS whose certificate is renewed: new calls use a connection made with the newest one.
 
-A connection keeps the certificate that it was made with, and a gRPC channel keeps its credentials. So there is one gRPC
-channel for each certificate. When there is a newer one, the next call opens another channel. The previous channel is
-closed when its last call is over. So a session of several days is not interrupted.
+The certificate of an open connection cannot be replaced, nor can the credentials of a gRPC channel. So there is one
+gRPC channel for each certificate. When there is a newer one, the next call opens another channel. The previous channel
+is closed when its last call is over. So a session of several days is not interrupted.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ TOKEN_KEY: Final = "authorization"
 SCHEME: Final = "Bearer "
 
 UNDER_WAY_S: Final = 0.05
-"""Seconds that a renewed certificate waits for handshakes that are about to begin with the previous one.
+"""Seconds for which a renewed certificate is held back, for handshakes that are about to use the previous one.
 
 A gRPC handshake asks for the newest certificate under a lock, releases the lock, and uses the current certificate. A
 new certificate frees that one (https://github.com/grpc/grpc/issues/36693); if this happens within those microseconds, a
@@ -116,7 +116,7 @@ class Security:
         return lines_of(self.token_file)
 
     def secrets(self) -> tuple[str, ...]:
-        """Return the secrets that must be in no log."""
+        """Return the secrets that must not be logged."""
         return (*self.tokens(), self.observer_token)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -75,7 +75,7 @@ class Server:
         host: address to listen on; beyond loopback `security` must allow it.
         port: port to listen on; 0 = any free one.
         security: TLS and token.
-        services: from `service.service_handler`.
+        services: handlers of `service.service_handler`.
         service_names: full names of the services, for health and reflection.
         bulk_port: port for bulk connections (`rpc.carriers.bulk`); 0 = any free one; None = there are none.
         advertised_bulk_port: the port at which clients reach it; 0 = the same.

@@ -81,7 +81,7 @@ class Stub:
     """The client's side of a service on one channel.
 
     Args:
-        channel: from `channels.connect`.
+        channel: a channel of `channels.connect`.
         descriptor: the service; methods that stream in one direction only (grpc.health.v1's Watch) are left out.
         security: its newest token is sent with every call, unless the channel's certificate proves as much.
         peer: the name of the other end in errors; the channel's address by default.

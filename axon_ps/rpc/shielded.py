@@ -9,9 +9,9 @@ Note: [A read that is cancelled]
 
 Note: [An operation that is cancelled]
     gRPC's asyncio layer frees an operation (a read, a write, the end of a call) in the task that awaits it. So an
-    operation that is cancelled is never freed: *measured* 96 to 220 bytes for each call that a client resets, forever,
-    also without a token. A reset cancels the servicer's task. So there, too, every operation is awaited to its end: it
-    ends at once.
+    operation that is cancelled is never freed. *Measured*: each call that a client resets leaves 96 to 220 bytes
+    forever, also without a token. A reset cancels the servicer's task. So there, too, every operation is awaited to its
+    end: it ends at once.
 
 Note: [A unary call that is reset]
     gRPC reads the message of a unary call itself, in the task that it cancels when the client resets the call. So the

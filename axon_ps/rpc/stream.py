@@ -34,8 +34,8 @@ class Stream:
     One task may read while others write; writes of several tasks go out one after the other.
 
     After an error the call is over. `Unreachable` means that nothing was sent. After `Broken`, `Timeout` or `Closed`
-    the peer may have received some, all or none of the messages written. An error may overtake messages that the peer
-    sent before it and that were not read yet.
+    the peer may have received some, all or none of the messages written. An error may overtake unread messages that the
+    peer sent before it.
 
     A stream that is left before its end (`break`, an exception) is cancelled when `async with` is left, or when the
     last reference to it is gone.
@@ -77,7 +77,7 @@ class Stream:
 
         Args:
             destination: returns the destination of a large message, or of its end; then only the bytes before that are
-                returned. It may not be called at all.
+                returned. For a small message it is not called.
 
         Raises:
             AxonError: the error that ended the call, as the peer raised it; see `status.error_of` for gRPC's own.
@@ -100,7 +100,8 @@ class Stream:
         """Send one message; returns when the transport has accepted it.
 
         Args:
-            message: of the method's type; if messages are raw, bytes or a tuple of buffers that follow each other.
+            message: a message of the method's type; if messages are raw, bytes or a tuple of buffers that follow each
+                other.
 
         Raises:
             AxonError: the error that ended the call, as the peer raised it.

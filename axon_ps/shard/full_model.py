@@ -42,11 +42,11 @@ class FullModel:
         owned.master.set_updates(updates)
 
     def write(self, uri: str, version: int) -> FileEntry:
-        """Write the file of a checkpoint; the values of all units are those of this version.
+        """Write the file of a checkpoint. The values of all units are those of this version.
 
         Raises:
-            StorageFull: no space left; existing files are untouched.
-            CheckpointError: it could not be written; existing files are untouched.
+            StorageFull: no space left. Existing files are untouched.
+            CheckpointError: it could not be written. Existing files are untouched.
         """
         self._engine.restored(version, None)
         return snapshot.write(self._engine, uri, version, 0, 1, VersionPins(), Pin(version))

@@ -4,7 +4,8 @@
 
 Owns: the list of loops with their types, and the program that compiles them. `make setup` and the images run it. If it
 was not run, `axon-ps run` and `LocalCluster` run it before they start processes that have deadlines. Refuses: loops of
-plugins, which their processes compile. It is not needed: a process compiles any loop that it finds missing.
+plugins, which their processes compile. The program is not needed, since a process compiles any loop that it finds
+missing.
 
 Invariant: loops are found by calling the product's own functions on empty arrays, so there is not a second list of
 types. A test that has to compile a loop fails.
@@ -40,11 +41,11 @@ LIMIT_S: Final = 900.0
 NOTICE: Final = "compiling loops for this machine, once: about 120 s of one core"
 _HALVES: Final = (DType.BF16, DType.F16)
 _MAX_PROCESSES: Final = 8
-"""More processes do not help: the slowest loop takes as long as all others together, shared by so many processes."""
+"""With more processes, the time would be that of the slowest loop alone."""
 
 
 def compile_missing(notify: Callable[[str], None]) -> None:
-    """Compile all loops unless a record says that they are compiled; then it takes milliseconds.
+    """Compile all loops, or return within milliseconds if they are recorded as compiled.
 
     Any number of processes may do so at once. After an error or `LIMIT_S`, loops are compiled when they are called.
 
@@ -64,7 +65,7 @@ def compile_missing(notify: Callable[[str], None]) -> None:
 
 
 def compilations() -> list[Callable[[], None]]:
-    """Return functions that together compile all loops, in any order, each in any process; the slowest come first."""
+    """Return functions that together compile all loops, in any order, each in any process. The slowest come first."""
     from axon_ps.compress import cast, int8_block, registry
     from axon_ps.kernels import digest, stream_copy
     from axon_ps.optim import registry as optimizers

@@ -29,7 +29,7 @@ class Parameter:
         name: its fully qualified name in the user's module.
         shape: its shape; () for a scalar.
         offset: index of its first element in its unit.
-        dtype: its dtype in the user's model; masters are always f32.
+        dtype: its dtype in the user's model. Masters are always f32.
         aliases: further names of the same tensor (tied weights).
     """
 
@@ -116,14 +116,14 @@ class Layout:
         return sum(u.numel for u in self.units if u.trainable)
 
     def parameters(self) -> Iterator[tuple[int, Parameter]]:
-        """Yield every parameter with its unit's index, in layout order; `OptimizerSpec.group_of` follows this order."""
+        """Yield every parameter with its unit's index, in layout order. `OptimizerSpec.group_of` follows this order."""
         for i, unit in enumerate(self.units):
             for p in unit.parameters:
                 yield i, p
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) over everything in the layout; equal digests mean equal layouts."""
+        """SHA-256 (hex) over everything in the layout. Equal digests mean equal layouts."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 The plan (`sharding.plan`) cuts units into slices, once. The placement names the holders of each slice and changes while
 the job runs: a backup becomes primary when its primary dies, a copy is made on another server, a slice moves. Slices
-are numbered in plan order (`Plan.numbered`); servers are named by rank.
+are numbered in plan order (`Plan.numbered`). Servers are named by rank.
 
 Note: [Declustered backups]
     The backups of one server's slices are spread over all other servers, on other nodes if there are any. So the work
@@ -32,7 +32,7 @@ class Holders:
 
     Attributes:
         complete: servers that have its values, the primary first; never empty.
-        copying: servers that are receiving its values; they become backups.
+        copying: servers that are receiving its values. They become backups.
     """
 
     complete: tuple[int, ...]
@@ -62,7 +62,7 @@ class Holders:
         return Holders((rank, *(r for r in self.complete if r != rank)), self.copying)
 
     def without(self, rank: int) -> Holders:
-        """Return the holders without a server; the last complete copy stays."""
+        """Return the holders without a server. The last complete copy stays."""
         complete = tuple(r for r in self.complete if r != rank) or self.complete
         return Holders(complete, tuple(r for r in self.copying if r != rank))
 
@@ -73,7 +73,7 @@ class Server:
 
     Attributes:
         rank: its rank.
-        node: its host; copies are put on different ones where possible.
+        node: its host. Copies are put on different ones where possible.
     """
 
     rank: int
@@ -124,7 +124,7 @@ class Placement:
         return any(h.copying for h in self.counts)
 
     def lacking(self, copies: int, unknown: Collection[int] = ()) -> int:
-        """Count the slices that fewer than `copies` servers have; servers that may be dead (`unknown`) do not count."""
+        """Count the slices that fewer than `copies` servers have. Servers that may be dead (`unknown`) do not count."""
         few = (h for h in self.counts if len([rank for rank in h.complete if rank not in unknown]) < copies)
         return sum(self.counts[h] for h in few)
 
@@ -142,7 +142,7 @@ class Placement:
         return self._map(range(len(self.holders)), lambda h: h.without(rank) if rank in h.copying else h)
 
     def copied(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
-        """Record that a server has received slices; slices that it was not receiving are ignored.
+        """Record that a server has received slices. Slices that it was not receiving are ignored.
 
         `present` are the servers in the job. Others, which were named only as the last holder, are removed.
         """
@@ -160,7 +160,7 @@ class Placement:
         return self.changed({index: Holders(tuple(r for r in h.complete if r != rank), (*h.copying, rank))})
 
     def taken_back(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
-        """Record that a lost server is back with valid slices; `present` are the servers in the job."""
+        """Record that a lost server is back with valid slices. `present` are the servers in the job."""
         return self._map(
             indexes,
             lambda h: Holders(
@@ -238,7 +238,7 @@ def choose_backup(
 
     Args:
         holders: servers that hold it, the primary first; empty if the copy is to become the primary.
-        servers: the candidates; at least one is not a holder.
+        servers: the candidates. At least one is not a holder.
         load: elements that each server holds, by rank.
         between: elements by (rank of the primary, rank of the backup).
     """

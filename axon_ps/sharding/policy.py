@@ -27,7 +27,7 @@ MAX_INNER_STEPS = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Base of the policies; the module describes them.
+    """Base of the policies. The module describes them.
 
     Attributes:
         asynchronous: whether each replica's gradient is a separate step.
@@ -61,12 +61,12 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronous(Policy):
-    """Every step is the average over all replicas. It is the default, and the only policy repeatable bit by bit."""
+    """Every step is the average over all replicas. It is the default, and repeatable bit by bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asynchronous(Policy):
-    """Each replica's gradient is a separate step, applied when it has arrived; replicas do not wait for each other.
+    """Each replica's gradient is a separate step, applied when it has arrived. Replicas do not wait for each other.
 
     Source: Dean et al. 2012 (downpour SGD), with complete gradients in one order on all servers.
     """

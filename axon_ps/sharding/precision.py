@@ -37,8 +37,8 @@ class WirePrecision:
         """Return the precision that a user asks for.
 
         Args:
-            param: the form of parameters: a dtype, as `parse_dtype` takes it, a compressor or its name. A name that
-                both have, such as "bf16", is the compressor's.
+            param: the form of parameters: a dtype, as `parse_dtype` takes it, a compressor or its name. A name of both
+                a dtype and a compressor, such as "bf16", is the compressor's.
             grad: that of gradients; None = as parameters.
             names: the names of these two arguments, for messages.
             among: the dtypes that are accepted for parameters.

@@ -91,7 +91,7 @@ class SafetensorsWriter:
         They are copied, and may change when this returns.
 
         Raises:
-            OSError: a local file could not be written; `create_file` raises a `CheckpointError` in its place.
+            OSError: a local file could not be written. `create_file` raises a `CheckpointError` in its place.
             StorageFull: no space left.
             CheckpointError: the file could not be written.
         """
@@ -136,7 +136,7 @@ def create_file(
     throttle: Throttle = UNTHROTTLED,
     work: LongWork | None = None,
 ) -> Iterator[SafetensorsWriter]:
-    """Write a safetensors file; it is complete once the context ends without an error. See `FileStore.create`.
+    """Write a safetensors file. It is complete once the context ends without an error. See `FileStore.create`.
 
     Args:
         store: its directory.
@@ -292,7 +292,7 @@ def sized(store: FileStore, entry: FileEntry) -> Iterator[OpenFile]:
 def open_checked(
     store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: LongWork | None = None
 ) -> Iterator[SafetensorsReader]:
-    """Open a safetensors file and check it against its manifest; `work` is advanced by the bytes read for that.
+    """Open a safetensors file and check it against its manifest. `work` is advanced by the bytes read for that.
 
     Raises:
         CheckpointCorrupt: it is missing, of another size, of another content, or not a safetensors file.

@@ -1,7 +1,7 @@
 """The files that a manifest names: their content, and the only way to read values from them.
 
 A shard server writes one safetensors file of each model, with the slices of which it is the primary. Each slice has
-these tensors, of which a frozen unit has only the first; `begin` is the slice's first element in its unit:
+these tensors. A slice of a frozen unit has only the first. `begin` is the slice's first element in its unit:
 
     {unit}.{begin}.param      f32[n]
     {unit}.{begin}.{name}     f32[n], for each moment
@@ -13,7 +13,7 @@ Note: [Checked, then read]
     A file is first compared with the size and hash in the manifest, then with the content that the manifest describes:
     every slice is there, each tensor is as long as its slice, and every count is in its range. Only then is there an
     object to read values from, and from then on only the storage can fail. So a process that overwrites something with
-    a checkpoint opens that first, and gets all other errors here. `verify` opens all of it, and keeps nothing.
+    a checkpoint opens that first, and gets all other errors here. `verify` opens all of it, and returns no values.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OpenSlices:
         self.close()
 
     def close(self) -> None:
-        """Close the files. Harmless when repeated."""
+        """Close the files. A repeated call is harmless."""
         self._files.close()
 
     def updates(self, s: Slice) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ class OpenSlices:
 def open_slices(
     manifest: Manifest, slices: Collection[Slice], throttle: Throttle = UNTHROTTLED, work: LongWork | None = None
 ) -> OpenSlices:
-    """Open the files that have slices of the manifest's plan; `work` is advanced by the size of those files.
+    """Open the files that have slices of the manifest's plan. `work` is advanced by the size of those files.
 
     Raises:
         CheckpointCorrupt: a file is missing, truncated, altered, or is not what the manifest says.
@@ -145,7 +145,7 @@ def by_file(manifest: Manifest, slices: Collection[Slice]) -> dict[int, list[Sli
 
 
 def _check_tensor(reader: SafetensorsReader, tensor: str, numel: int, parameters: int | None) -> None:
-    """Check dtype and shape of a slice's tensor; `parameters` is the number of them in its unit, None if frozen."""
+    """Check dtype and shape of a slice's tensor. `parameters` is the number of them in its unit, None if frozen."""
     spec = reader.tensors.get(tensor)
     if spec is None:
         raise CheckpointCorrupt(f"{reader.name} lacks the tensor {tensor!r}, which its manifest says is in it")
@@ -232,7 +232,7 @@ def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: LongWork | None = N
 
     Raises:
         CheckpointNotFound: there is no complete checkpoint.
-        CheckpointCorrupt: a file is missing, truncated or altered, or its content is not what the manifest says; the
+        CheckpointCorrupt: a file is missing, truncated or altered, or its content is not what the manifest says. The
             message says which, and what was expected.
         CheckpointError: a file could not be read.
     """
@@ -242,7 +242,7 @@ def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: LongWork | None = N
 
 
 def verify_files(manifest: Manifest, throttle: Throttle = UNTHROTTLED, work: LongWork | None = None) -> None:
-    """As `verify`, for a manifest that was read already.
+    """Verify the files of a manifest that was read already; see `verify`.
 
     Raises:
         CheckpointCorrupt: a file is missing, truncated or altered, or its content is not what the manifest says.

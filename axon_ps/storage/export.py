@@ -1,6 +1,6 @@
 """A checkpoint's parameters as safetensors files, as Hugging Face and plain PyTorch load them.
 
-Tensors are named as in the user's module and shaped as there; tied parameters appear once, under their first name.
+Tensors are named as in the user's module and shaped as there. Tied parameters appear once, under their first name.
 Values are read and written a few MiB at a time, so the memory needed does not grow with the model.
 """
 
@@ -47,7 +47,7 @@ def export_model(
         InvalidRequest: `dtype` is not a wire dtype, `target` is not a file name, or the checkpoint has no such model.
         CheckpointNotFound: there is no complete checkpoint at `uri`.
         CheckpointCorrupt: a file of it is missing, truncated or altered.
-        StorageFull: no space left for the target; nothing of it remains.
+        StorageFull: no space left for the target. Nothing of it remains.
         CheckpointError: a file could not be read or written.
     """
     as_dtype = None if dtype is None else parse_dtype(dtype)
@@ -93,7 +93,7 @@ def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> lis
     Args:
         manifest: the model's section.
         dtype: a wire dtype for parameters and f32 buffers; None = those of the user's model.
-        prefix: only what has a name that begins with it is exported; it is left out of the tensors' names.
+        prefix: only tensors whose names begin with it are exported, and it is left out of their names.
 
     Raises:
         InvalidRequest: no parameter has the prefix.
@@ -149,7 +149,7 @@ def write_exports(
 
     Raises:
         InvalidRequest: two tensors of a file have the same name.
-        StorageFull: no space left for a file; nothing of it remains.
+        StorageFull: no space left for a file. Nothing of it remains.
         CheckpointError: a file could not be read or written.
     """
     sizes = {}

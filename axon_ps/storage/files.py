@@ -1,21 +1,21 @@
 """Directories of files behind one small interface: local disks and everything that fsspec reaches.
 
 Locally a file is written under a temporary name, synced and renamed, so it becomes visible when it is complete. Object
-stores show a file when its upload is completed; large files are uploaded in parts. Other file systems may show a file
+stores show a file when its upload is completed. Large files are uploaded in parts. Other file systems may show a file
 while it is written. A file that could not be completed is discarded, and its upload aborted. `discard_partial` removes
 the remains of files that killed processes were writing.
 
 Errors of a file system become those of axon_ps: no space left is `StorageFull`, a missing file is `CheckpointNotFound`,
 and every other error is a `CheckpointError` that names the file.
 
-`storage.roots` decides which URIs may be opened. A local directory is opened once for each operation, and then checked.
-Its files are reached through the open directory, so it cannot be exchanged for a link in between.
+The URIs that may be opened are in `storage.roots`. A local directory is opened once for each operation, and then
+checked. Its files are reached through the open directory, so it cannot be exchanged for a link in between.
 
 Note: [S3 requests]
     botocore sends a request up to `_REQUEST_TRIES` times, with growing pauses (after connection errors, time-outs, 5xx,
-    "slow down"). s3fs repeats that up to `_CALL_TRIES` times. Each attempt waits at most `_READ_TIMEOUT_S` for an
+    "slow down"). s3fs repeats that up to `_CALL_TRIES` times. Each attempt ends after `_READ_TIMEOUT_S` without an
     answer. So a request without any answer ends after about 3 minutes, and reading a range after 6. Credentials are
-    those of the environment or the user's AWS or fsspec configuration; nothing here reads or logs them.
+    those of the environment or the user's AWS or fsspec configuration. Nothing here reads or logs them.
 """
 
 from __future__ import annotations
@@ -93,15 +93,15 @@ class FileStore(ABC):
 
     @abstractmethod
     def create(self, name: str, size_bytes: int = 0) -> contextlib.AbstractContextManager[Sink]:
-        """Write a file, replacing one of that name; it is complete once the context ends without an error.
+        """Write a file, replacing one of that name. It is complete once the context ends without an error.
 
         Args:
             name: its name.
-            size_bytes: how large it will be, if that is known: a large file's upload has larger parts.
+            size_bytes: its size, if that is known: a large file's upload has larger parts.
 
         Raises:
-            StorageFull: no space left; nothing of the file remains.
-            CheckpointError: it could not be written; nothing of the file remains.
+            StorageFull: no space left. Nothing of the file remains.
+            CheckpointError: it could not be written. Nothing of the file remains.
         """
 
     @abstractmethod
@@ -132,7 +132,7 @@ class FileStore(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; a missing file is not an error."""
+        """Remove a file. A missing file is not an error."""
 
     def discard_partial(self, prefix: str = "") -> None:
         """Remove incomplete files of killed processes whose path in this directory begins with `prefix`.
@@ -247,7 +247,7 @@ class LocalFileStore(FileStore):
         return LocalFileStore(self._path / _checked(name))
 
     def _entries(self) -> list[tuple[str, bool, bool]]:
-        """Return (name, is a file, is a directory) of its entries, sorted; links count as their targets."""
+        """Return (name, is a file, is a directory) of its entries, sorted. Links count as their targets."""
         try:
             with self._directory() as directory, os.scandir(directory) as entries:
                 return sorted((e.name, *_kind(e)) for e in entries)
@@ -296,7 +296,7 @@ class FsspecStore(FileStore):
 
     @contextlib.contextmanager
     def create(self, name: str, size_bytes: int = 0) -> Iterator[Sink]:
-        """See `FileStore.create`: an upload is completed, or aborted; then the file that it would replace stays."""
+        """See `FileStore.create`: an upload is completed, or aborted. Then the file that it would replace stays."""
         path = f"{self._path}/{_checked(name)}"
         options = {"block_size": max(_SEGMENT_BYTES, -(-size_bytes // _MAX_SEGMENTS))} if self._bucket else {}
         with _translated(path, _written):
@@ -392,7 +392,7 @@ class FsspecStore(FileStore):
 
 
 def _s3_options(fsspec: Any) -> dict[str, Any]:
-    """Return our options for S3; the user's `config_kwargs` of fsspec override ours. See Note: [S3 requests]."""
+    """Return our options for S3. The user's `config_kwargs` of fsspec override ours. See Note: [S3 requests]."""
     theirs = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
     ours = {
         "connect_timeout": _CONNECT_TIMEOUT_S,
@@ -403,7 +403,7 @@ def _s3_options(fsspec: Any) -> dict[str, Any]:
 
 
 def absolute(uri: str) -> str:
-    """Make a local path absolute, since servers may run in another directory; a URI stays unchanged."""
+    """Make a local path absolute, since servers may run in another directory. A URI stays unchanged."""
     return uri if "://" in uri else str(Path(uri).absolute())
 
 
@@ -485,7 +485,7 @@ class _FsspecFile(OpenFile):
 
 
 def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
-    """Return (is a file, is a directory); a link that leads nowhere, or in a circle, is neither."""
+    """Return (is a file, is a directory). A link that leads nowhere, or in a circle, is neither."""
     try:
         return entry.is_file(), entry.is_dir()
     except OSError:

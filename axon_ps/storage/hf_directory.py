@@ -45,12 +45,12 @@ def export_directory(
 
     Args:
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
-        target: the directory, a path or "scheme://..."; its weights are replaced.
+        target: the directory, a path or "scheme://...". Its weights are replaced.
         dtype: that of parameters and f32 buffers, as `parse_dtype` takes it; None = those of the user's model.
         model: name of the model, if the checkpoint has several.
         like: a directory of the same model, whose config, tokenizer and the like are copied; None = none are.
-        prefix: only what has a name that begins with it is written, and without it: "gpt2." of a LightningModule that
-            has the transformers model as its `gpt2`.
+        prefix: only tensors whose names begin with it are written, and it is left out of their names: "gpt2." of a
+            LightningModule that has the transformers model as its `gpt2`.
         max_file_bytes: most bytes of tensors in a file that has several of them.
         work: gets the bytes to read and to write, and the bytes that were read and written.
 
@@ -89,7 +89,7 @@ def export_directory(
 
 
 def set_config_dtype(store: FileStore, dtypes: Iterable[DType]) -> None:
-    """Write the tensors' dtype into a directory's config.json, if there is one: it decides the dtype that is loaded.
+    """Write the tensors' dtype into a directory's config.json, if there is one, since models are loaded in that dtype.
 
     If floating-point tensors have several dtypes, it stays as it is.
 

@@ -2,8 +2,8 @@
 
 It is written last and atomically, so a directory has a complete checkpoint or none. It has everything that a later job
 needs: the layout and how it was sharded, the optimizer, and each file with its size and hash. Every writer chooses new
-file names, so a second checkpoint in the same directory does not touch the first until its manifest replaces the other;
-then the files that no manifest names any more are removed.
+file names, so a second checkpoint in the same directory does not touch the first until its manifest replaces the other.
+Then the files that no manifest names any more are removed.
 
 The file is the message `wire.v1.Manifest` in protobuf's JSON.
 
@@ -42,7 +42,7 @@ from axon_ps.wire.v1 import checkpoint_pb2
 _logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 4
-"""Version of a manifest and of the files that it names. Before 4 each shard server wrote the slices of one number."""
+"""Version of a manifest and of the files that it names. Before 4, each shard server wrote its slices of the plan."""
 
 MANIFEST_NAME = "manifest.json"
 FILE_PREFIX = "shard-"
@@ -82,7 +82,7 @@ MAX_MANIFEST_BYTES: Final = 128 << 20
 """Largest manifest."""
 
 _NO_HASH = b"0" * 64
-"""Stands for a manifest's own hash while that is computed."""
+"""Stands for a manifest's own hash, and for its signature, while the hash is computed."""
 
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 _HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -176,7 +176,7 @@ class Manifest:
             only: if the checkpoint has exactly one model, return that, whatever its name.
 
         Raises:
-            InvalidRequest: there is none of that name; the message says which there are.
+            InvalidRequest: there is none of that name. The message says which there are.
         """
         if only and not self.others:
             return self
@@ -202,8 +202,8 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
 
     Raises:
         InvalidRequest: `extra` has values that JSON cannot represent, or `read_manifest` would refuse the manifest.
-        StorageFull: no space left; an earlier checkpoint there is untouched.
-        CheckpointError: it could not be written; an earlier checkpoint there is untouched.
+        StorageFull: no space left. An earlier checkpoint there is untouched.
+        CheckpointError: it could not be written. An earlier checkpoint there is untouched.
     """
     store = open_store(uri)
     message = _to_proto(manifest)
@@ -234,7 +234,7 @@ def write_attached(uri: str, attached: Mapping[str, bytes]) -> dict[str, FileEnt
     Raises:
         InvalidRequest: one is too large.
         StorageFull: no space left.
-        CheckpointError: one could not be written; files written before it are left, and no manifest names them.
+        CheckpointError: one could not be written. Files written before it are left, and no manifest names them.
     """
     store, life, entries = open_store(uri), secrets.token_hex(8), {}
     for index, (key, content) in enumerate(sorted(attached.items())):
@@ -260,7 +260,7 @@ def discard(uri: str, names: Sequence[str]) -> None:
 
 
 def remove(manifest: Manifest) -> None:
-    """Remove a checkpoint; its manifest is removed first, so it never is a checkpoint that lacks files.
+    """Remove a checkpoint. Its manifest is removed first, so it never is a checkpoint that lacks files.
 
     Raises:
         CheckpointError: a file cannot be removed.
@@ -273,7 +273,7 @@ def read_manifest(uri: str) -> Manifest:
 
     Raises:
         CheckpointNotFound: there is no complete checkpoint.
-        CheckpointCorrupt: the manifest is damaged or of another format; in a directory of checkpoints, none can be
+        CheckpointCorrupt: the manifest is damaged or of another format. In a directory of checkpoints, none can be
             loaded.
         CheckpointError: it could not be read, or this process must not load it (see `storage.signature`).
     """
@@ -315,7 +315,7 @@ def none_readable(uri: str, left_out: Sequence[AxonError]) -> CheckpointCorrupt:
 
 
 def nothing_at(uri: str) -> CheckpointNotFound:
-    """Return the error for a missing checkpoint; it says whether the directory exists."""
+    """Return the error for a missing checkpoint. It says whether the directory exists."""
     if not open_store(uri).exists():
         return CheckpointNotFound(f"there is no complete checkpoint at {uri}: there is no such directory")
     return CheckpointNotFound(
@@ -412,7 +412,7 @@ def _read(store: FileStore) -> Manifest:
 
 
 def _own_hash(text: bytes, own: str, signature: str) -> str:
-    """Return the hash of a manifest as if it had no hash and no signature; both are at its end."""
+    """Return the hash of a manifest as if it had no hash and no signature. Both are at its end."""
     for value in filter(None, (own, signature)):
         before, found, after = text.rpartition(value.encode())
         text = before + _NO_HASH + after if found else text

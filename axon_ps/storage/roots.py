@@ -60,7 +60,7 @@ def roots_of_children(*, private: bool, configured: Iterable[str]) -> dict[str, 
 
 
 def restricted() -> bool:
-    """Return True if there are roots; then no link is followed out of them."""
+    """Return True if there are roots. Then no link is followed out of them."""
     return _roots is not None
 
 

@@ -35,13 +35,13 @@ STALLED_S: Final = 600.0
 
 
 class WriterThread:
-    """Writes the bytes that `put` copies, in order; it is made on the thread that calls `put`.
+    """Writes the bytes that `put` copies, in order. It is made on the thread that calls `put`.
 
     Args:
         sink: the destination; used by this object's thread only until `finish` or `abandon` has returned.
         throttle: of hashing and writing.
         buffer_bytes: most memory that copies take.
-        stalled_s: how long storage may take for one block.
+        stalled_s: seconds that storage may take for one block.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WriterThread:
         self._used = 0
         self._free: list[Array] = []
         self._blocks = 0
-        self._wanted = False  # whether `put` waits for a free block
+        self._wanted = False  # True while the caller of `put` waits for a block
         self._written = 0
         self._ends = False
         self._error: BaseException | None = None
@@ -71,7 +71,7 @@ class WriterThread:
         self._thread.start()
 
     def put(self, data: memoryview | bytes) -> None:
-        """Copy a contiguous buffer of bytes; it may change from now on.
+        """Copy a contiguous buffer of bytes. It may change from now on.
 
         Raises:
             OSError: an earlier block of a local file could not be written.
@@ -136,7 +136,7 @@ class WriterThread:
             return self._free.pop()
 
     def _wait_while(self, waiting: Callable[[], bool]) -> None:
-        """Wait, with the lock, while `waiting()` and blocks are written; stalled storage is an error."""
+        """Wait, with the lock, while `waiting()` and blocks are written. Stalled storage is an error."""
         deadline, written = time.monotonic() + self._stalled_s, self._written
         while waiting():
             if self._written != written:

@@ -45,10 +45,10 @@ class LocalCluster:
         world_size: workers that the job starts with.
         job: name of the job.
         token: the job's token; None = a random one, "" = none.
-        security: how connections are secured; its token is not used.
+        security: the security of connections; its token is not used.
         min_workers: the fewest workers to continue with; None = all.
         lease_s: seconds of silence after which a member is lost.
-        step_timeout_s: seconds for which a step waits for an absent worker; None = without limit.
+        step_timeout_s: seconds that workers wait in a step for an absent worker; None = without limit.
         durable: store the coordinator's state in a file, so that it can be restarted.
         coordinators: number of coordinators; several need `state`: one leads, the others stand by.
         state: the shared state of the coordinators, as `axon-ps coordinator --state` takes it, in place of a file.

@@ -26,7 +26,7 @@ class ClusterEnvironment:
     Args:
         job: name of the job.
         token: the job's token; None = a random one, "" = none.
-        security: how connections are secured; its token is not used.
+        security: the security of connections; its token is not used.
         plugins: modules that the services import.
         variables: further variables for every process.
     """

@@ -37,15 +37,15 @@ def run_threads(
         n: number of workers.
         args: its further arguments.
         kwargs: its keyword arguments.
-        shards: as of `World.mock`.
-        nodes: as of `World.mock`.
+        shards: as for `World.mock`.
+        nodes: as for `World.mock`.
         timeout_s: limit for all of them together, in seconds; also the default deadline of every operation.
 
     Returns:
         Their return values, by rank.
 
     Raises:
-        Timeout: some did not end in time. Their threads run on to the next operation, which ends them.
+        Timeout: some did not end in time. Their threads end at their next operation.
         BaseException: the error of the first worker that failed by itself, and not because another had failed.
     """
     worlds = World.mock(n, shards=shards, nodes=nodes, timeout_s=timeout_s)

@@ -59,7 +59,7 @@ class WorkerResult:
     Attributes:
         rank: its rank.
         value: the function's return value; None for a script.
-        error: the traceback, or how it died, as text; empty when it ended well.
+        error: the traceback, or the signal or exit code that ended it, as text; empty when it ended well.
         exit_code: its exit code; negative for a signal.
         output: the end of its output.
     """
@@ -85,7 +85,7 @@ class WorkerFailed(Exception):
 
 
 class WorkerProcess:
-    """One worker. Made by `LocalCluster.start_workers`.
+    """One worker, made by `LocalCluster.start_workers`.
 
     Attributes:
         rank: its requested rank.

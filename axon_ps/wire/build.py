@@ -1,13 +1,13 @@
 """The version of axon_ps of a process, and the versions that are compatible in one job. Pure.
 
 Note: [Versions]
-    A change that an older process would misunderstand raises the protocol version: another meaning of a field, another
-    layout of slices or sums. An addition that is not needed does not. Members of one protocol version are compatible,
-    so that a job can be upgraded process by process while it trains. A member and its coordinator exchange their builds
-    in Join and Welcome, and the side that finds an incompatibility refuses.
+    The protocol version grows with each change that an older process would misunderstand: another meaning of a field,
+    another layout of slices or sums. It stays the same with an optional addition. Members of one protocol version are
+    compatible, so that a job can be upgraded process by process while it trains. A member and its coordinator exchange
+    their builds in Join and Welcome, and the side that finds an incompatibility refuses.
 
     docs/upgrading.md has the table of compatible versions. `tests/upgrade` compares it with this, and the messages with
-    those at the start of the protocol version; `make lab NAME=upgrade` upgrades a job that trains.
+    those at the start of the protocol version. `make lab NAME=upgrade` upgrades a job that trains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversion between calls of collectives and the messages of `v1`; as in `wire.codec`, messages are validated."""
+"""Conversion between calls of collectives and the messages of `v1`. As in `wire.codec`, messages are validated."""
 
 from __future__ import annotations
 

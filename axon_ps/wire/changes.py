@@ -2,9 +2,9 @@
 
     shape legend: n = numel of the chunk, k = changed elements
 
-A payload is k distances u16[k], then the k new values. A distance is that to the previous changed element, minus 1; the
-first counts from -1. So that each distance fits, every `_STRIDE`-th element counts as changed. Elements are compared as
-bits: a NaN equals itself, and 0.0 is not -0.0.
+A payload is k distances u16[k], then the k new values. A distance is that to the previous changed element, minus 1. The
+first distance is counted from -1. So that each distance fits, every `_STRIDE`-th element counts as changed. Elements
+are compared as bits: a NaN equals itself, and 0.0 is not -0.0.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ _POLICIES_BACK: Final[dict[int, type[Policy]]] = {number: policy for policy, num
 
 
 def name_from_proto(name: str, what: str, *, empty: bool = False) -> str:
-    """Return `name` itself, if it is valid (printable, not too long); `what` names it in the error.
+    """Return `name` itself, if it is valid (printable, not too long). `what` names it in the error.
 
     Raises:
         InvalidRequest: it is empty (unless `empty`), too long or not printable.
@@ -98,7 +98,7 @@ def name_from_proto(name: str, what: str, *, empty: bool = False) -> str:
 
 
 def name_of(what: str, *, empty: bool = False) -> Field:
-    """Return the row of a name; `what` names it in errors."""
+    """Return the row of a name. `what` names it in errors."""
     return checked(lambda name: name_from_proto(name, what, empty=empty))
 
 
@@ -144,7 +144,7 @@ def placement_from_proto(message: placement_pb2.Placement) -> Placement:
         raise InvalidRequest(f"a placement is cut over {message.num_cuts} servers; at most {MAX_CUTS} are allowed")
     if not message.num_cuts or not all(h.complete for h in message.slices):
         raise InvalidRequest("a placement names a slice that no shard server holds, or is cut over no server")
-    made: dict[Holders, Holders] = {}  # equal ones become one object, which dictionaries find faster
+    made: dict[Holders, Holders] = {}  # equal ones become one object, which is faster as a key
     holders = (Holders(tuple(h.complete), tuple(h.copying)) for h in message.slices)
     return Placement(
         holders=tuple([made.setdefault(h, h) for h in holders]),
@@ -200,7 +200,7 @@ def hypers_to_proto(hypers: Iterable[Hyper]) -> list[dict[str, Hyper]]:
 
 
 def hyper_from_proto(message: common_pb2.Hyper) -> dict[str, float]:
-    """Convert a message to the hyperparameters of one group; the optimizer checks their values.
+    """Convert a message to the hyperparameters of one group. The optimizer checks their values.
 
     Raises:
         InvalidRequest: a name is malformed.

@@ -6,10 +6,10 @@
     message = MEMBER.to_proto(member)
     member = MEMBER.from_proto(message)
 
-Owns: the form of the two functions, which are compiled once, at import, so that they cost no more than if they were
-written by hand. Refuses: to copy a field that one side lacks; the table has to name it.
+Owns: the form of the two functions. They are compiled once, at import, and cost no more than functions written by hand.
+Refuses: to copy a field that one side lacks and the table does not name.
 
-The schema decides the conversion of fields without a row: a number or a text is copied, a repeated one is a tuple, a
+The schema determines the conversion of fields without a row: a number or a text is copied, a repeated one is a tuple, a
 map is a dict, and an unset `optional` field is None.
 """
 
@@ -69,7 +69,7 @@ class Conversion(Generic[ValueT, MessageT]):
         value: the dataclass.
         message: the class of messages.
         unread: fields of the message that `from_proto` leaves out.
-        unwritten: fields of the dataclass that `to_proto` leaves out; without `unread`, they keep their defaults.
+        unwritten: fields of the dataclass that `to_proto` leaves out. `from_proto` reads those that the message has.
         check: refuses values whose fields do not fit each other.
         fields: a row for each field that is not simply copied; see the module.
 
@@ -147,7 +147,7 @@ SET: Final = Field(to_proto=sorted, from_proto=frozenset)
 
 
 def checked(check: Callable[[Any], Any]) -> Field:
-    """Return the row of a field that is copied, and that `check` returns or refuses when it is read."""
+    """Return the row of a copied field. `check` returns or refuses its value when the message is read."""
     return Field(to_proto=_same, from_proto=check)
 
 

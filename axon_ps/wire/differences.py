@@ -1,9 +1,9 @@
 """Memberships as differences to the previous one, since a job of n members sends n of them at every change. Pure.
 
-Owns: the contents of a `MembershipDifference`. Refuses: to know which member was sent which; the ends of a stream do.
+Owns: the contents of a `MembershipDifference`. Refuses: to record the memberships that were sent.
 
-The numbers of replicas and local ranks are not in it, since they follow from ranks and nodes: with one worker fewer,
-those of all later ones change.
+The replicas and local ranks of members that stay are not in it, since they follow from ranks and nodes: with one worker
+fewer, those of all later ones change.
 """
 
 from __future__ import annotations

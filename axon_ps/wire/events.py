@@ -1,6 +1,6 @@
 """The events that members receive on their session, and the reports they send: values for state, servicer and client.
 
-Invariant: a `Membership` of a given generation never changes; every change makes a new generation.
+Invariant: a `Membership` of a given generation never changes. Every change makes a new generation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Welcome:
         lease_s: seconds that its silence is tolerated.
         world_size: number of workers with which the job starts; 0 until the first worker has joined.
         num_shards: number of shard servers of the job.
-        state_id: id of the coordinator's durable state; a new id means that the coordinator has lost its state.
+        state_id: id of the coordinator's durable state. A new id means that the coordinator has lost its state.
         released: numbers of the models that the job has released.
         build: the coordinator's build.
     """
@@ -56,11 +56,11 @@ class JobState:
         optimizer: None until registered. Only shard servers and callers of Describe get it.
         initialized: whether every shard server has its parameters.
         version: number of committed steps.
-        epoch: how often it was restored; a change makes every gathered copy stale.
-        copied: the newest version of this epoch that took another model's values; 0 = none. Frozen units are of it.
+        epoch: the number of its restores. A change makes every gathered copy stale.
+        copied: the newest version of this epoch that took another model's values; 0 = none. Frozen units are at it.
         released: whether the job has released it.
         placement: the placement of its slices; None until registered.
-        out_of_memory: why the shard servers lack the memory for it, and a remedy, as text; empty when they do not.
+        out_of_memory: the reason why the shard servers cannot hold it, and a remedy, as text; empty when they can.
         committed: the newest values that were committed with its steps, by name.
     """
 
@@ -98,7 +98,7 @@ class SnapshotOrder:
 
 
 UPLOADED = "worker:"
-"""Used instead of a checkpoint's URI: a worker uploads the values; optimizer state and version do not change."""
+"""Used instead of a checkpoint's URI: a worker uploads the values. Optimizer state and version do not change."""
 
 FIRST_VALUES = "worker:first"
 """Used instead of a checkpoint's URI: the next worker to register the model uploads first values, as if it were new."""
@@ -127,7 +127,7 @@ class RestoreOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLost:
-    """A local event: the stream broke; the client reconnects unless `final`."""
+    """A local event: the stream broke. The client reconnects unless `final`."""
 
     error: AxonError
     final: bool = False
@@ -162,7 +162,7 @@ class VoteRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class KnowledgeRequest:
-    """The request to a joining shard server to send its position first, because it is ahead of this coordinator."""
+    """The request to a joining shard server to send its `Knowledge`, which is newer than the coordinator's state."""
 
 
 ServerEvent = (
@@ -212,7 +212,7 @@ class ModelPosition:
 
     Attributes:
         model: its number.
-        epoch: how often it was restored.
+        epoch: the number of its restores.
         step: the step attempt under way.
         version: number of committed steps.
         placement: number of the newest placement.
@@ -252,7 +252,7 @@ class Connectivity:
 
     Attributes:
         unreachable: all members that it cannot reach now.
-        reached: members that have answered it; each has to be reported once only.
+        reached: members that have answered it. Each has to be reported once only.
     """
 
     unreachable: frozenset[str] = frozenset()
@@ -276,7 +276,7 @@ class JoinRequest:
         state_id: id of the durable state in which it was a member; empty = it was none.
         position: the newest state of the job that it knows.
         build: its build.
-        credentials: ids of the certificate and token that it has shown; revoking one of them revokes it.
+        credentials: ids of the certificate and token that it has shown. If one of them is revoked, so is the process.
         makes_itself: whether it has the job's secret, and so can make itself other credentials.
         connectivity: the members that it reaches; None = it never reports them.
     """
@@ -338,7 +338,7 @@ class Vote:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A shard server's report that it has the gradients of a step in every slice it owns.
+    """A shard server's report that it has the gradients of a step in every slice it holds.
 
     They are the gradients of every replica, or of one replica if these are asynchronous.
 
@@ -348,7 +348,7 @@ class Ready:
         sums_of_squares: of the summed gradient of each slice whose primary it is; non-finite when that is.
         replica: the replica of the gradients, for asynchronous replicas.
         model: the model.
-        placement: number of the placement that it knows; a report for an old placement does not count.
+        placement: number of the placement that it knows. A report for an old placement does not count.
         digests: by number, digests of the slices that others have, too, after the last commit.
     """
 
@@ -367,7 +367,7 @@ class Copied:
 
     Attributes:
         model: the model.
-        epoch: how often it had been restored.
+        epoch: the number of its restores, as the server knew it.
         slices: the numbers of the slices.
         placement: number of the placement that it knows.
     """
@@ -388,7 +388,7 @@ class Corrupted:
 
     Attributes:
         model: the model.
-        epoch: how often it had been restored.
+        epoch: the number of its restores, as the server knew it.
         slice: its number in the plan.
         placement: number of the placement that the server knew.
         generation: the generation that it knew.
@@ -496,7 +496,7 @@ class ModelStatus:
         name: its name.
         version: number of committed steps.
         step: current step attempt.
-        epoch: how often it was restored.
+        epoch: the number of its restores.
         initialized: whether the servers have its parameters.
         parameters: number of elements of its layout.
         slices: number of its slices.
@@ -517,7 +517,7 @@ class ModelStatus:
 
 
 class JobPhase(StrEnum):
-    """The activity of a job; `core.history.phase` determines it."""
+    """The activity of a job. `core.history.phase` determines it."""
 
     UNKNOWN = ""  # an older coordinator does not report it
     WAITING = "waiting"  # for members, or for a restore
@@ -539,7 +539,7 @@ class CheckpointStatus:
         age_s: its age since it was complete.
         took_s: the duration of writing it; 0 = it was written before this coordinator started.
         bytes: bytes of all its files.
-        failure: why the newest failed checkpoint was not written, verified, removed or restored; empty = none failed.
+        failure: the error of the newest failed write, check, removal or restore; empty = none failed.
         failure_age_s: the age of that failure.
         activity: the automatic work on checkpoints, now or next, as text; empty = none.
     """
@@ -569,7 +569,7 @@ class Status:
         lease_s: seconds that a silent member stays a member.
         uptime_s: the coordinator's uptime.
         counters: steps committed, skipped, aborted; joins, losses; last gradient norm; members' own metrics.
-        pending: the causes for which the current step, a barrier or a checkpoint waits, as text.
+        pending: the reasons why the current step, a barrier or a checkpoint is held up, as text.
         models: the job's models by number.
         replication: number of shard servers that are to have each slice.
         draining: ranks of the shard servers that are draining.

@@ -9,8 +9,8 @@ Note: [The payload comes last]
     `payload` has the highest field number of a bulk message, the same in all of them, and protobuf's own encoders write
     fields in ascending order. So the encoding of a complete chunk is the encoding of its small fields, then the
     payload's tag, its length and its bytes. Protobuf encodes the small fields here, and the rest is joined to them. The
-    payload is copied once, into the message. Decoding is the reverse and copies nothing: the small fields are skipped,
-    protobuf decodes the bytes before the payload, and the rest is returned as a view.
+    payload is copied at most once, into the message. Decoding is the reverse and copies nothing: the small fields are
+    skipped, protobuf decodes the bytes before the payload, and the rest is returned as a view.
 
     The begin of the payload is found by its tag, followed by the length of the rest. The tag's byte may be found in
     another field, too. But if protobuf can decode all bytes before it, a field begins there, and it is the payload.
@@ -36,10 +36,10 @@ BulkMessage = common_pb2.Chunk | collective_pb2.CollectiveChunk
 Bulk = TypeVar("Bulk", common_pb2.Chunk, collective_pb2.CollectiveChunk)
 
 BULK_MESSAGES: Final[tuple[type[BulkMessage], ...]] = (common_pb2.Chunk, collective_pb2.CollectiveChunk)
-"""The message types of this module; servicers and stubs pass them as encoded bytes."""
+"""The message types of this module. Servicers and stubs pass them as encoded bytes."""
 
 Payload = bytes | bytearray | memoryview | Array
-"""The types of a payload, which must be contiguous; its bytes are sent unchanged."""
+"""The types of a payload, which must be contiguous. Its bytes are sent unchanged."""
 
 _PAYLOAD_FIELD: Final = common_pb2.Chunk.PAYLOAD_FIELD_NUMBER
 _LENGTH_DELIMITED: Final = 2
@@ -55,7 +55,7 @@ def encode_chunk(header: BulkMessage, payload: Payload | None) -> bytes:
 
 
 def encode_buffers(header: BulkMessage, payload: Payload | None) -> tuple[bytes | memoryview, ...]:
-    """Encode `header` with `payload` in it, as buffers that follow each other; the last is the payload itself.
+    """Encode `header` with `payload` in it, as buffers that follow each other. The last is the payload itself.
 
     It must not change until the buffers are sent. See Note: [The payload comes last].
 
@@ -80,7 +80,7 @@ def encode_buffers(header: BulkMessage, payload: Payload | None) -> tuple[bytes 
 
 
 def decode_chunk(data: bytes | memoryview) -> tuple[common_pb2.Chunk, memoryview]:
-    """Decode a `Chunk`: its header (payload unset) and a view of its payload, which keeps `data` alive.
+    """Decode a `Chunk`: its header (payload unset) and a view of its payload, which may refer to `data`.
 
     See Note: [The payload comes last].
 
@@ -91,7 +91,7 @@ def decode_chunk(data: bytes | memoryview) -> tuple[common_pb2.Chunk, memoryview
 
 
 def decode_bulk(kind: type[Bulk], data: bytes | memoryview) -> tuple[Bulk, memoryview]:
-    """Decode a message of `kind`: its header (payload unset) and a view of its payload, which keeps `data` alive.
+    """Decode a message of `kind`: its header (payload unset) and a view of its payload, which may refer to `data`.
 
     Raises:
         InvalidRequest: `data` is not an encoded message of that kind.
@@ -112,7 +112,7 @@ def decode_bulk(kind: type[Bulk], data: bytes | memoryview) -> tuple[Bulk, memor
 class Target(Generic[Bulk]):
     """Destinations of payloads while their messages are received: memory chosen by the header, without a copy.
 
-    It is an argument of `rpc.stream.Stream.read`, which may not call it: then `decode` returns the payload as it came.
+    It is an argument of `rpc.stream.Stream.read`. If `read` does not call it, `decode` returns the payload as it came.
 
     Args:
         kind: the type of the messages.
@@ -158,7 +158,7 @@ def payload_array(
 
     Args:
         header: has dtype and number of elements.
-        payload: the bytes; the array is read-only if they are.
+        payload: the bytes. The array is read-only if they are.
         max_numel: the most elements that the receiver accepts.
         compressed_bytes: the compressed size of a number of elements; None = the job does not compress.
 
@@ -225,7 +225,7 @@ def _split(kind: type[Bulk], data: bytes | memoryview, size: int) -> tuple[Bulk,
             except DecodeError:  # the byte is in the middle of a field
                 pass
             else:
-                header.ClearField("payload")  # of two payloads the last counts
+                header.ClearField("payload")  # if there are two payloads, the last counts
                 return header, start
         tag = head.find(_PAYLOAD_TAG_BYTE, tag + 1)
     return None

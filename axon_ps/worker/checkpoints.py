@@ -25,7 +25,7 @@ from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.view import ModelView
 
 _LONGEST_BYTES = 2000
-"""The longest description of a failure that the other workers get."""
+"""Most bytes of the description of a failure that the other workers get."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class CheckpointInfo:
     """A checkpoint that was written or read.
 
     Attributes:
-        uri: where it is.
+        uri: its URI.
         version: the version it holds.
         bytes: bytes of all its files.
         extra: the JSON values saved with it.
@@ -79,14 +79,14 @@ def info_from_json(value: Mapping[str, Any]) -> CheckpointInfo:
 
 
 class Checkpoints:
-    """One worker's orders to save and restore; its methods are those of `World`.
+    """The saving, restoring and replacing of one worker; see the methods of `World`.
 
     Args:
         loop: the background loop.
         coordinator: the session.
         view: the members.
         models: those of the job in this process.
-        rendezvous: where the workers wait for each other.
+        rendezvous: the barriers of the workers.
         attachments: those that the worker of lowest rank adds to its checkpoints.
     """
 

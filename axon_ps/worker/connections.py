@@ -22,7 +22,7 @@ _CLOSE_S = 10.0
 
 
 class Connections:
-    """The connections of one worker. They are made together, and closed in order: the job is left first.
+    """The connections of one worker. They are made together. The session is closed before those to servers.
 
     Args:
         worker: the worker; closed with them.
@@ -63,7 +63,7 @@ class Connections:
         return GrpcBackend(context, GrpcCalls(loop=self.loop, client=self.collectives))
 
     def observe(self, own: Source) -> None:
-        """Begin to trace, and to serve metrics if the worker has a port for them; the worker has joined.
+        """Begin to trace, and to serve metrics if the worker has a port for them. The worker must have joined.
 
         Args:
             own: the worker's own numbers.
@@ -94,10 +94,10 @@ class Connections:
         )
 
     def close(self, *, finished: bool) -> None:
-        """Leave the job, close the connections, wait for others that need this worker's services, and close those.
+        """Leave the job, close the connections, wait for others that need this worker's services, and end these.
 
         Args:
-            finished: whether the worker has done all its work, so that others may need its services still.
+            finished: True if the worker has done all its work. Only then it waits for others.
         """
         run, coordinator = self.loop.run, self.coordinator
         try:

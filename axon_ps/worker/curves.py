@@ -1,6 +1,6 @@
 """The curves of a job: its script's reports, passed to loggers by the main process, once per committed version.
 
-Each logger has a bounded queue and a thread, so that training waits for no file or network.
+Each logger has a bounded queue and a thread, so that no step is delayed by a file or the network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.observe.loggers.base import Logger
 
 CAPACITY: Final = 4096
-"""Steps that a logger may be behind; further ones are not logged."""
+"""Steps that a logger may be behind. Further ones are not logged."""
 
 CLOSE_S: Final = 10.0
 """Seconds that `close` waits for a logger that is behind."""
@@ -28,10 +28,10 @@ _logger = logging.getLogger(__name__)
 
 
 class LoggerQueue:
-    """Gives each committed step to one logger, once.
+    """The queue of one logger, which passes each committed step on once.
 
     A step that is reported again at the same version, because its successor was aborted, is not logged twice. A step
-    below the newest one is logged again: the job was restored from a checkpoint, and the logger handles that.
+    below the newest one is logged again, since the job was restored from a checkpoint.
 
     Args:
         logger: gets all metrics, on the queue's thread; closed with the queue.
@@ -58,7 +58,7 @@ class LoggerQueue:
         self._put(lambda: self._logger.log_metrics(values, step))
 
     def close(self) -> None:
-        """Log the rest of the queue, then close the logger; a logger that is too slow is abandoned, with a warning."""
+        """Log the rest of the queue, then close the logger. A logger that is too slow is abandoned, with a warning."""
         ends = time.monotonic() + CLOSE_S
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_S)
@@ -101,7 +101,7 @@ class _Target:
 
 
 class CurveLoggers:
-    """Loggers, made when this process is the main one: only one worker has them.
+    """Loggers, which are made once this process is the main one.
 
     Args:
         statistics: the counters of this worker.
@@ -125,7 +125,7 @@ class CurveLoggers:
         self._targets.append(target)
 
     def log(self, loss: float | None, values: Mapping[str, float], version: Callable[[], int]) -> None:
-        """Log values at the committed version of the first model; only the main process calls it."""
+        """Log values at the committed version of the first model. Only the main process calls it."""
         metrics = {name: float(value) for name, value in values.items()}
         if loss is not None:
             metrics["loss"] = float(loss)
@@ -135,7 +135,7 @@ class CurveLoggers:
             target.queue.log(metrics | counters, version())
 
     def close(self) -> None:
-        """Log the queued values and close the loggers; waits for them for a limited time."""
+        """Log the queued values and close the loggers, within a limited time for each."""
         targets, self._targets = self._targets, []
         for target in targets:
             if target.queue is not None:

@@ -1,4 +1,4 @@
-"""The reason for which this process ends: it has finished, or an error.
+"""The reason for which this process ends: its script has finished, or failed.
 
 Owns: recording the argument of `sys.exit`. Only the exit code distinguishes a failed script from a finished one, and
 Python does not show it to exit handlers.
@@ -27,7 +27,7 @@ def record_exit() -> None:
     @functools.wraps(exit_)
     def recording_exit(status: Any = None, /) -> Any:
         global _exit_code
-        if threading.current_thread() is threading.main_thread():  # another one ends alone
+        if threading.current_thread() is threading.main_thread():  # in another thread only that thread ends
             _exit_code = status
         exit_(status)
 

@@ -1,7 +1,7 @@
 """A worker's environment variables: the coordinator's address, its rank, token and certificates.
 
 All functions take a mapping, so tests need no real environment. The names are torchrun's where torchrun has one,
-so a script works under `axon-ps run`, `torchrun`, `mpirun`, `srun` and compose alike; docs/environment.md lists them.
+so a script works under `axon-ps run`, `torchrun`, `mpirun`, `srun` and compose alike. See docs/environment.md.
 `worker.bootstrap` is for workers that only a launcher has started: it lets them find each other.
 """
 
@@ -31,11 +31,11 @@ class Launcher:
     Attributes:
         name: as in messages.
         rank: the worker's rank.
-        world_size: how many workers there are.
+        world_size: the number of workers.
         local_rank: its position among those of its host.
-        local_world_size: how many those are.
+        local_world_size: the number of those of its host.
         run: variables that together name this run, and no other on the host; empty = none.
-        needs: without these the other names mean something else.
+        needs: variables without which the others mean something else.
     """
 
     name: str
@@ -74,7 +74,7 @@ SLURM = Launcher(
     rank="SLURM_PROCID",
     world_size="SLURM_NTASKS",
     local_rank="SLURM_LOCALID",
-    local_world_size="",  # see `_of_slurm`
+    local_world_size="",  # see `_tasks_here`
     run=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     needs=("SLURM_STEP_ID", "SLURM_STEP_NUM_NODES"),  # a batch script that calls no srun has the others, too
 )
@@ -98,10 +98,10 @@ class LaunchInfo:
     Attributes:
         launcher: the program that started it; None = unknown.
         rank: its rank; -1 = not given.
-        world_size: how many workers there are; 0 = not given.
+        world_size: the number of workers; 0 = not given.
         local_rank: its position among those of its host.
-        local_world_size: how many those are; 0 = not given.
-        run: names this run of the launcher, and no other on the host; empty = nothing does.
+        local_world_size: the number of those of its host; 0 = not given.
+        run: a name of this run of the launcher, and of no other on the host; empty = unknown.
     """
 
     launcher: Launcher | None
@@ -148,14 +148,14 @@ class WorkerConfig:
         world_size: workers the job starts with; 0 = as the coordinator is configured.
         local_rank: position among the workers of this node.
         local_world_size: workers of this node.
-        node: name of the host or container; workers of one node share it.
+        node: name of the host or container, the same for all workers of a node.
         security: token and certificates.
         backend: name of the backend of the default group, or "auto" = by where the workers are.
-        standby: whether to wait, without a rank, until the job has lost a worker, and replace it.
+        standby: True to wait, without a rank, until the job has lost a worker, and replace it.
         http_port: of this worker's HTTP endpoint; 0 = any free one, None = it has none.
         http_host: the address that it listens on.
-        tracing: which steps are traced.
-        direct_memory: whether memory is shared with shard servers of this host, so that chunks are not sent.
+        tracing: the steps that are traced.
+        direct_memory: True if memory is shared with shard servers of this host, so that chunks are not sent.
     """
 
     coordinator: str
@@ -178,10 +178,10 @@ class WorkerConfig:
 
 
 def worker_config(env: Mapping[str, str]) -> WorkerConfig:
-    """Read a worker's configuration from environment variables; docs/environment.md lists them.
+    """Read a worker's configuration from environment variables; see docs/environment.md.
 
     Raises:
-        ConfigurationError: a variable is missing or malformed; the message names it.
+        ConfigurationError: a variable is missing or malformed. The message names it.
     """
     standby = env.get("AXON_PS_STANDBY", "") not in ("", "0")
     launch = launch_info(env)
@@ -204,7 +204,7 @@ def worker_config(env: Mapping[str, str]) -> WorkerConfig:
 
 
 def _http_port(env: Mapping[str, str], local_rank: int) -> int | None:
-    """Return the HTTP port; workers of one node have consecutive ports."""
+    """Return the HTTP port. Workers of one node have consecutive ports."""
     if not env.get("AXON_PS_HTTP_PORT"):
         return None
     first = _integer(env, "AXON_PS_HTTP_PORT", 0, least=0)

@@ -1,6 +1,6 @@
 """The groups of a world: one default group per set of workers, and the membership changes for all of them.
 
-Owns: which default group is the current one, and notifying groups that a member is lost. Runs on the background loop's
+Owns: the current default group, and notifying groups that a member is lost. It is called on the background loop's
 thread (membership changes) and on users' threads (asking for the group).
 """
 
@@ -35,7 +35,7 @@ class Groups:
         backend: name of the default group's backend.
         timeout_s: default deadline of collectives.
         recorder: the flight recorder.
-        incarnation: gives this worker's incarnation, once it has joined.
+        incarnation: returns this worker's incarnation, once it has joined.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Groups:
         self._node_groups: Counter[tuple[str, ...]] = Counter()
 
     def set_members(self, membership: Membership) -> Sequence[Member]:
-        """Set the current members; no waiting thread wakes up.
+        """Set the current members, without waking any thread.
 
         Returns:
-            The workers that left: for `end_with`, once all of this worker has the new membership.
+            The workers that left, to be passed to `end_with` once every part of this worker has the new membership.
         """
         with self._lock:
             now = {m.id for m in membership.workers}
@@ -74,7 +74,7 @@ class Groups:
         return lost
 
     def end_with(self, lost: Sequence[Member], membership: Membership) -> None:
-        """End the groups of workers that are not members any more; messages of finished workers stay."""
+        """End the groups of workers that are not members any more. Messages of finished workers stay."""
         ended = {m.id for m in membership.finished}
         finished, died = [m for m in lost if m.id in ended], [m for m in lost if m.id not in ended]
         with self._lock:
@@ -97,7 +97,7 @@ class Groups:
         """Return the group of all current workers: the same object while they are the same.
 
         Every worker must use it in the same generation for its calls to meet. A worker that was lost and came back is
-        another member: the workers of its old group get a new one.
+        another member: the workers of its old group get a new group.
 
         Raises:
             MemberLost: the coordinator does not count this worker as a member.
@@ -113,9 +113,10 @@ class Groups:
             return self._made[key]
 
     def _release(self) -> None:
-        """Free the groups of earlier workers, if there are others now. Waits for calls that are ending; not under lock.
+        """Free the groups of earlier workers, if there are others now.
 
-        (The loop's thread, which ends them, takes the lock.)
+        It blocks until calls that are ending have ended. It does so without the lock, which the loop's thread takes to
+        end them.
         """
         with self._lock:
             earlier = {k: g for k, g in self._made.items() if k != _key(self._workers)}
@@ -124,7 +125,7 @@ class Groups:
             self._made = {k: g for k, g in self._made.items() if k not in over}
 
     def node(self) -> ProcessGroup:
-        """Make a group of the workers that are on this worker's node now; a collective call of only these.
+        """Make a group of the workers that are on this worker's node now. Only these take part in the collective call.
 
         All of them must make the same number of such groups, in the same order.
 
@@ -144,7 +145,7 @@ class Groups:
             return group
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Free every group; waits up to `linger_s` seconds in all until messages sent in the background are taken."""
+        """Free every group, after at most `linger_s` seconds in all for messages sent in the background."""
         deadline = time.monotonic() + linger_s
         with self._lock:
             groups, self._made = list(self._made.values()), {}

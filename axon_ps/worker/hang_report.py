@@ -1,7 +1,6 @@
-"""Reports a hanging collective of this worker to the job; `axon-ps doctor` then shows which worker waits for which.
+"""Report a hanging collective of this worker to the job. `axon-ps doctor` shows which worker waits for which.
 
-Owns: the key "doctor/RANK" of the job's store, which exists while something hangs. Refuses: to end anything; lost
-members are pushed and deadlines are the caller's.
+Owns: the key "doctor/RANK" of the job's store, which exists while a collective hangs. Refuses: to end collectives.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.errors import AxonError
 
 HANGS_AFTER_S: Final = 5.0
-"""A collective that takes longer is reported."""
+"""Seconds after which a collective is reported."""
 
 INTERVAL_S: Final = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 MAX_REPORTED: Final = 16
 """Number of the last collectives that are reported with it."""
@@ -37,7 +36,7 @@ def report(recorder: Recorder, now: float, node: str) -> bytes:
     Args:
         recorder: of this worker.
         now: seconds since the epoch.
-        node: where it runs.
+        node: the worker's node.
     """
     hanging = [e for e in recorder.pending() if now - e.started > HANGS_AFTER_S]
     if not hanging:
@@ -58,7 +57,7 @@ async def watch(
     put: Callable[[bytes], Awaitable[object]],
     delete: Callable[[], Awaitable[object]],
 ) -> None:
-    """Look every `INTERVAL_S`, and report changes, until cancelled."""
+    """Check every `INTERVAL_S` seconds, and report changes, until cancelled."""
     reported = b""
     while True:
         await asyncio.sleep(INTERVAL_S)
@@ -68,5 +67,5 @@ async def watch(
         try:
             await (put(content) if content else delete())
             reported = content
-        except AxonError:  # the coordinator is away; look again later
+        except AxonError:  # the coordinator is away; check again later
             continue

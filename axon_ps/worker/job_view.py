@@ -32,8 +32,8 @@ class JobView:
         changed: notified after every event; locked while one is applied.
         known: the newest membership; None before the first.
         failure: the error that ended the session; None while it lasts.
-        acknowledged: incarnations of the workers in the program's last step; any other one has joined since.
-        models: how many models of the job this process has.
+        acknowledged: incarnations of the workers in the program's last step. Any other one has joined since.
+        models: number of models of the job that this process has.
     """
 
     def __init__(self, incarnation: Callable[[], str], timeout_s: float) -> None:
@@ -81,7 +81,7 @@ class JobView:
         """Set the current members, under `changed`."""
         before, self.known = self.known, membership
         if before is not None and before.complete and not membership.complete:
-            # A warning when a shard server is lost: its parameters may be. Workers leave at the end of every job.
+            # It is a warning if a shard server is lost, since its parameters may be lost. Workers leave every job.
             level = logging.WARNING if len(membership.shards) < len(before.shards) else logging.INFO
             _logger.log(level, "the job is waiting for %s", membership.waiting_for)
 
@@ -91,14 +91,17 @@ class JobView:
             self.acknowledged = frozenset(m.incarnation for m in self.known.workers)
 
     def newcomers(self) -> list[Member]:
-        """Return the workers that joined since the program's last step, or since the last call of this."""
+        """Return the workers that joined since the program's last step, or since the last call of this method."""
         with self.changed:
             new = [m for m in self.membership.workers if m.incarnation not in self.acknowledged]
             self.acknowledge()
         return new
 
     def blocks(self) -> bool:
-        """Record that this thread votes; True if only it does, of several models: waiting in one, it makes no other."""
+        """Record that this thread votes; return True if it is the only one, and there are several models.
+
+        While such a thread waits in a step of one model, no step of another model is made.
+        """
         self._voters.add(threading.get_ident())
         return self.models > 1 and len(self._voters) == 1
 
@@ -113,7 +116,7 @@ class JobView:
     ) -> T:
         """Block until `ready` returns something, the session fails, or the time is over.
 
-        With `reminds` it logs what it waits for, after a while and then ever more rarely.
+        With `reminds` it logs what it waits for, after a while and then less and less often.
         """
         pauses = reminder_pauses() if reminds else repeat(timeout_s)
         deadline, reminder = Deadline(timeout_s), Deadline(next(pauses))
@@ -140,7 +143,7 @@ class JobView:
         """Block until the job has the members it needs.
 
         Raises:
-            Timeout: it has not; the message says what is missing.
+            Timeout: it has not. The message says what is missing.
             AxonError: the session failed.
         """
         return self.wait_until(
@@ -155,8 +158,8 @@ class JobView:
 
         Args:
             ready: the condition; called with locks held.
-            timeout_s: how long to wait, in seconds.
-            what: what is waited for, for the error.
+            timeout_s: most seconds to wait.
+            what: the condition in words, for the error.
 
         Raises:
             Timeout: it is not.

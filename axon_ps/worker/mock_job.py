@@ -1,7 +1,7 @@
 """A job inside this process: the coordinator, the shard servers and their clients on one event loop.
 
 Each worker is a thread (`ThreadWorker`) with a real `World`, so parameters, steps, checkpoints and the key-value store
-do what they do in a real job. Only collectives differ: by default they are those of `MockBackend`.
+are those of a real job. Only collectives differ: by default they are those of `MockBackend`.
 
 The services are those of real jobs (`coordinator.server`, `shard.server`), reached through `rpc.carriers.in_process`.
 There are no sockets, no ports and no other processes, and any number of such jobs may exist at once.
@@ -38,7 +38,7 @@ from axon_ps.worker.worker import Worker
 
 JOB: Final = "mock"
 START_S: Final = 30.0
-"""Seconds that a service may take to begin, or a worker to join: all of it is arithmetic of this process."""
+"""Seconds that a service may take to begin, or a worker to join. Nothing outside this process takes part."""
 
 REPLACED_S: Final = 0.2
 """Seconds that the others wait for the replacement of a worker that has left. None can join, so it is short."""
@@ -57,7 +57,7 @@ class MockJob:
         shards: its shard servers.
 
     Attributes:
-        loop: where everything runs, the workers' clients too.
+        loop: the loop of the services and of the workers' clients.
         coordinator: the coordinator's address.
         store: for the rendezvous of groups of threads.
 
@@ -83,7 +83,7 @@ class MockJob:
             raise
 
     def leave(self) -> None:
-        """Count a worker that has left; with the last one the job ends."""
+        """Count a worker that has left, and end the job with the last one."""
         if next(self._left) < self._world_size:
             return
         try:
@@ -92,9 +92,9 @@ class MockJob:
             self.loop.close()
 
     def lost(self) -> None:
-        """Count a worker that was freed without `leave`; with the last one the job ends.
+        """Count a worker that was freed without `leave`, and end the job with the last one.
 
-        Any thread may call it, and does not wait.
+        Any thread may call it. It does not block.
         """
         if next(self._left) >= self._world_size:
             self.loop.end()
@@ -117,7 +117,7 @@ class MockJob:
         await self._begin(lambda ready: shard_server.serve(config, ready, stop), stop)
 
     async def _begin(self, serve: _Serve, stop: asyncio.Event) -> None:
-        """Run a service until `stop` is set; returns once it serves."""
+        """Run a service until `stop` is set; return once it serves."""
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         task: asyncio.Task[Any] = asyncio.ensure_future(serve(ready.set_result))
         self._services.append((task, stop))
@@ -183,13 +183,13 @@ class _Shards(ShardGroup):
 
     @staticmethod
     def warm_up(spec: JobSpec) -> None:
-        """Compile the servers' code here, too: on the shared event loop all of the job would wait for it."""
+        """Compile the servers' code here, too. On the shared event loop this would block the whole job."""
         ShardGroup.warm_up(spec)
         warm_up(spec)
 
 
 def thread_workers(world_size: int, *, shards: int = 1, nodes: int | Sequence[str] = 1) -> list[ThreadWorker]:
-    """Make a job in this process; returns its workers, by rank.
+    """Make a job in this process, and return its workers by rank.
 
     Args:
         world_size: number of workers.
@@ -197,7 +197,7 @@ def thread_workers(world_size: int, *, shards: int = 1, nodes: int | Sequence[st
         nodes: number of nodes they appear to be on, with equally many on each; or the node of each worker, by rank.
 
     Raises:
-        InvalidRequest: there is less than one, or not the same number for every node.
+        InvalidRequest: there is less than one worker or node, or the nodes would have different numbers of workers.
         ConfigurationError: there is less than one server.
     """
     if world_size < 1:

@@ -37,7 +37,7 @@ class Names:
 
     @contextmanager
     def claiming(self, name: str | None, described: str) -> Iterator[str]:
-        """Claim a name while a model is registered with the job; if the block raises, the name is free again.
+        """Claim a name while a model is registered with the job. If the block raises, the name is free again.
 
         A model stays the job's when its wrapper is deleted: its parameters are still on the servers.
 
@@ -49,7 +49,7 @@ class Names:
             Its name.
 
         Raises:
-            Misuse: the process has registered another model by that name; the message says which.
+            Misuse: the process has registered another model by that name. The message says which.
         """
         with self._lock:
             name = name or f"model {self._made}"
@@ -88,7 +88,7 @@ class Models:
     Args:
         loop: the background loop.
         coordinator: the session.
-        shards: the shard servers, for the first model; the others use its connections.
+        shards: the shard servers, for the first model. The others use its connections.
         view: the members.
 
     Attributes:
@@ -112,7 +112,7 @@ class Models:
         self.client(0)
 
     def client(self, number: int) -> StepClient:
-        """Return the client of a model, by number; made at its first event."""
+        """Return the client of a model, by number. It is made by the first call."""
         with self._view.changed:
             if number not in self._clients:
                 self._clients[number] = StepClient(
@@ -165,8 +165,8 @@ class Models:
             This worker's part in its steps, and the coordinator's reply.
 
         Raises:
-            LayoutMismatch: the job has something else by that name, which the worker of lowest rank has registered; the
-                message says where they differ.
+            LayoutMismatch: the job has another layout by that name. The message says where they differ.
+            Busy: a shard server has no memory for it.
             Timeout: the worker of lowest rank has registered nothing by that name.
             CheckpointError: the job is to resume from a checkpoint that cannot be read.
             MemberLost: a shard server that is to hold slices of the model did not come in time.
@@ -184,7 +184,7 @@ class Models:
         return client, reply
 
     def release(self, client: StepClient) -> None:
-        """Release a model; harmless when another worker has done so already.
+        """Release a model, which another worker may have released already.
 
         Raises:
             Busy: a checkpoint is being written.
@@ -235,7 +235,7 @@ class Models:
         return total
 
     def measures(self) -> dict[str, float]:
-        """Return the measures in heartbeats: bytes from and to the servers, memory, this worker's version."""
+        """Return the measures in heartbeats: bytes from and to the servers, memory, CPU time, retries, version."""
         measures = process_measures(statistics := self.statistics())
         measures["retries"] = statistics.get("retries", 0.0)
         with self._view.changed:

@@ -1,4 +1,4 @@
-"""The job's key-value store for a process outside the job: blocking, over a background loop of its own."""
+"""The job's key-value store for a process outside the job, by blocking calls over a background loop of its own."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.security import Security
 
 _MARGIN_S = 5.0
-"""Seconds beyond a call's deadline for which it is waited for: its own error says more."""
+"""Seconds beyond a call's deadline after which it is given up. Before that, the call's own error is raised."""
 
 T = TypeVar("T")
 
 
 class OperatorKeys:
-    """Keys and values at a coordinator; any thread. Close it when done.
+    """Keys and values at a coordinator; thread-safe. Close it when done.
 
-    Calls that can safely be repeated are repeated: a restart of the coordinator, or another leader, is a pause.
+    Calls that can safely be repeated are repeated, so they outlast a restart of the coordinator or a change of leader.
 
     Args:
         address: "host:port" of the coordinator; of several, with commas between them.
         security: TLS and token.
         job: the job's name.
-        timeout_s: how long a call may take, in seconds.
+        timeout_s: most seconds for a call.
 
-    Every method raises `Broken` when the coordinator cannot be reached, `PermissionDenied` for a wrong token or job.
+    Every call raises `Broken` if the coordinator cannot be reached, `PermissionDenied` for a wrong token or job.
     """
 
     def __init__(self, address: str, *, security: Security, job: str, timeout_s: float) -> None:
@@ -56,7 +56,7 @@ class OperatorKeys:
         return self._run(self._client.kv_add(key, amount, self._timeout_s))
 
     def kv_compare_and_set(self, key: str, expected: bytes, value: bytes) -> bool:
-        """Store `value` if the present one equals `expected` (empty = absent); returns whether it was stored.
+        """Store `value` if the present one equals `expected` (empty = absent); return True if it was stored.
 
         After an error: after `Broken` or `Timeout` the value may have been stored.
         """
@@ -67,11 +67,11 @@ class OperatorKeys:
         return self._run(self._client.kv_swap(key, expected, value, self._timeout_s))
 
     def kv_delete(self, key: str) -> bool:
-        """Remove a key; returns whether it existed."""
+        """Remove a key; return True if it existed."""
         return self._run(self._client.kv_delete(key, self._timeout_s))
 
     def close(self) -> None:
-        """Close the connection; call it once."""
+        """Close the connection. Call it once."""
         self._run(self._client.close())
         self._loop.close()
 

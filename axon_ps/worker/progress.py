@@ -1,7 +1,7 @@
 """The progress that a training script reports: written by `World.report`, shown by `axon-ps status`.
 
 It is one small value in the job's key-value store, updated by the main process. At most one message is in flight, and
-at most one is sent per second, besides the last step's: reporting after every step costs a step nothing.
+at most one is sent per second, besides the last step's. So a report after every step does not delay the steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ProgressReporter:
-    """Reports the progress of the job.
+    """The reports of a job's progress from this process.
 
     Args:
         send: starts storing a value under `KEY`; returns a future of it.
@@ -43,16 +43,16 @@ class ProgressReporter:
     def report(
         self, step: int, steps: int | None, loss: float | None, values: Mapping[str, float], *, by_version: bool = False
     ) -> None:
-        """Report progress; it is sent unless a report is still in flight or was sent within the last second.
+        """Send a report, unless one is still in flight or was sent within the last second.
 
         The last step is also sent within that second.
 
         Args:
-            step: how far the script is.
-            steps: how many steps there will be.
+            step: the number of steps made.
+            steps: the number of steps planned; None = unknown.
             loss: the loss.
             values: further numbers.
-            by_version: whether `step` is the version, since the script has given none.
+            by_version: True if `step` is the version, since the script has given none.
 
         Raises:
             InvalidRequest: a value is not a number, or there are too many.
@@ -79,7 +79,7 @@ class ProgressReporter:
         self._sending.add_done_callback(_log_failure)
 
     def _count(self, now_s: float, step: int) -> None:
-        """Update the steps per second since the last report; start over after an earlier step."""
+        """Update the steps per second since the last report, and start over after an earlier step."""
         if self._before is not None and step > self._before[1] and now_s > self._before[0]:
             self._steps_per_s = (step - self._before[1]) / (now_s - self._before[0])
         if self._before is None or step != self._before[1]:

@@ -1,8 +1,8 @@
-"""A worker that cannot join prints why in one line, without a traceback.
+"""Errors of a worker that cannot join, printed in one line without a traceback.
 
 A wrong token, address or variable is not an error of the script, so a traceback into it would mislead. For such errors
-the hook for uncaught exceptions prints the message only, as the command line does. A script that catches the error is
-not affected.
+the hook for uncaught exceptions prints the message only, like the command line. A script that catches the error is not
+affected.
 """
 
 from __future__ import annotations

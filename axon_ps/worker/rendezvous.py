@@ -26,11 +26,11 @@ class Rendezvous:
         self._view = view
 
     def barrier(self, name: str, timeout_s: float, ranks: Sequence[int] = ()) -> None:
-        """Enter a barrier; enter it again if the generation changed without a change of workers (by a restore).
+        """Enter a barrier, and again if the generation changed without a change of workers (by a restore).
 
         Args:
             name: distinguishes concurrent barriers.
-            timeout_s: how long to wait, in seconds.
+            timeout_s: most seconds to wait.
             ranks: of the workers that must enter it; empty = of all.
 
         Raises:
@@ -55,12 +55,15 @@ class Rendezvous:
                     raise
 
     def all_gather(self, name: str, value: bytes, timeout_s: float) -> list[bytes]:
-        """Gather a value of every worker, in rank order, at most 1 MiB each; raises as `barrier` does.
+        """Gather a value of every worker, in rank order, at most 1 MiB each.
 
         Args:
             name: distinguishes concurrent gathers.
             value: this worker's.
-            timeout_s: how long to wait in each of three steps, in seconds.
+            timeout_s: most seconds to wait in each of three steps.
+
+        Raises:
+            Timeout, GenerationChanged, Disagreement: as of `barrier`.
         """
         run, coordinator = self._loop.run, self._coordinator
         ranks = [m.rank for m in self._view.membership.workers]

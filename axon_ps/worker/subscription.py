@@ -1,6 +1,6 @@
 """A subscription to a model of a running job: its parameters, version by version, for processes outside the job.
 
-An evaluator, an average of weights, a sampler or another job subscribes with the coordinator's address and a token; the
+An evaluator, an average of weights, a sampler or another job subscribes with the coordinator's address and a token. The
 observer's token is enough. Values come straight from the shard servers, without the workers.
 """
 
@@ -31,7 +31,7 @@ from axon_ps.worker.environment import job_of, security_of, worker_config
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds that a pull may take by default."""
 CONNECT_TIMEOUT_S = 60.0
-"""Seconds until a coordinator must have answered for the first time; a wrong address is reported after that."""
+"""Seconds until a coordinator must have answered for the first time. A wrong address is reported after that."""
 
 _DESCRIBE_S = 10.0
 _FILE = "model.safetensors"
@@ -59,8 +59,8 @@ class Weights(NamedTuple):
 class Subscription:
     """The versions of one model, from the newest on; see `subscribe`. Iterate over it, or call `latest`.
 
-    Its arrays are immutable: an array that did not change is the same object in both versions, and the arrays that you
-    keep of a version keep their values. A subscription is for one thread at a time; make another for another thread.
+    Its arrays are immutable, so arrays of an earlier version still have their values. An array that did not change is
+    the same object in both versions. Use a subscription in one thread at a time, and make another for another thread.
 
     Args:
         model: name of the model; empty = the only one.
@@ -111,10 +111,10 @@ class Subscription:
         """Pull the newest version, now.
 
         Args:
-            timeout_s: how long it may take, in seconds; None = that of the subscription.
+            timeout_s: most seconds for it; None = that of the subscription.
 
         Raises:
-            Timeout: it was not all there in time; the message has the last reason.
+            Timeout: it was not all there in time. The message has the last reason.
             Unreachable: no coordinator has ever answered at the address.
             PermissionDenied: the token is not one of this job.
             Misuse: the model was released.
@@ -129,7 +129,7 @@ class Subscription:
 
         Args:
             version: its number.
-            timeout_s: how long it may take, in seconds, the wait for it included; None = that of the subscription.
+            timeout_s: most seconds for it, the wait for the version included; None = that of the subscription.
 
         Raises:
             InvalidRequest: the model is past that version.
@@ -141,7 +141,7 @@ class Subscription:
         return self
 
     def __next__(self) -> Weights:
-        """Return the present version at first, then the next that `every` selects, once it is there.
+        """Return the present version at first, later the next that `every` selects, once it is there.
 
         Raises:
             AxonError: as `latest`.
@@ -162,7 +162,7 @@ class Subscription:
         """Write the weights pulled last as a directory that `from_pretrained` of transformers loads.
 
         Args:
-            directory: the destination; `model.safetensors` in it is replaced at once, when all of it is written.
+            directory: the destination; `model.safetensors` in it is replaced atomically, when all of it is written.
             also: objects that save themselves there: the model's configuration, its tokenizer.
 
         Returns:
@@ -192,7 +192,7 @@ class Subscription:
         return {name: float(self._subscriber.counters[name]) for name in names}
 
     def close(self) -> None:
-        """Close its connections. Harmless when repeated."""
+        """Close its connections. Repeated calls do nothing."""
         try:
             self._loop.run(self._close(), _DESCRIBE_S)
         except Closed:
@@ -249,20 +249,21 @@ def subscribe(
                 evaluate(version, parameters)
 
     All parameters of a version are of one committed step. A subscriber need not take every version: it gets the newest.
-    A pull takes longer when servers die, are promoted or taken out, or when another coordinator becomes the leader.
+    A pull takes longer when a server dies or leaves, or when another coordinator becomes the leader.
 
     Args:
         model: its name in the job; empty = the only one. It may be registered later.
         dtype: of the arrays, as `types.parse_dtype` takes it; None = as the job sends parameters.
-        every: after the first, iteration gives versions that are multiples of this (10, "10"), or one after a time
-            ("30s", "5m").
-        changes: transfer only the elements that changed since the version before; exact. It saves bytes where few of
-            the bits change, as with bf16 and small steps, and costs the servers a comparison (docs/subscribe.md).
+        every: after the first, iteration returns versions that are multiples of this (10, "10"), or the newest one
+            after a time ("30s", "5m").
+        changes: transfer only the elements that changed since the version before. The values are exact. This saves
+            bytes where few of the bits change, as with bf16 and small steps, and costs the servers a comparison
+            (docs/subscribe.md).
         coordinator: "host:port"; empty = as in the environment (`AXON_PS_COORDINATOR`).
         job: name of the job; empty = as in the environment.
         security: TLS and token, which may be the observer's; None = as in the environment.
-        timeout_s: how long a pull may take in all, the wait for a version included; None = without end.
-        connect_timeout_s: how long a coordinator may take to answer for the first time; None = as long as a pull.
+        timeout_s: most seconds for a pull, the wait for a version included; None = without limit.
+        connect_timeout_s: most seconds until a coordinator answers for the first time; None = as long as a pull.
 
     Raises:
         InvalidRequest: an argument is malformed.

@@ -17,8 +17,8 @@ class Worker(ABC):
     """A worker that is about to join a job.
 
     Attributes:
-        threads: whether workers are threads of one process.
-        config: how it joins.
+        threads: True if workers are threads of one process.
+        config: its configuration.
         loop: the background loop.
     """
 
@@ -36,11 +36,11 @@ class Worker(ABC):
 
     @abstractmethod
     async def wait_for_others(self) -> None:
-        """Return when no other worker needs the services of this one; call it when this worker has left."""
+        """Block until no other worker needs the services of this one. Call it when this worker has left."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the loop, and the services started for the job. Harmless when repeated."""
+        """End the loop, and the services started for the job. Repeated calls do nothing."""
 
 
 class JobStore:

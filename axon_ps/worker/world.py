@@ -1,6 +1,6 @@
 """`World`: a worker's membership in a job, from joining to leaving, and the groups of workers in it.
 
-A process has one background loop, one session with the coordinator and one set of connections to the shard servers;
+A process has one background loop, one session with the coordinator and one set of connections to the shard servers.
 `World` owns all three (`worker.connections`) and closes them. It is made by `World.init()`, which returns once every
 member that the job needs has joined.
 """
@@ -49,14 +49,14 @@ from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.worker import ProcessWorker, Worker
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds that an operation may wait for slow peers. Losses of members are pushed, so this only ends deadlocks."""
+"""Seconds that an operation may wait for slow peers. It fails earlier if a member is lost."""
 
 MOCK_TIMEOUT_S = 60.0
 """The same, where all workers are threads of a process."""
 
 
 class World:
-    """One worker's membership in a job. Made by `World.init()`; a context manager.
+    """One worker's membership in a job. It is made by `World.init()`, and is a context manager.
 
     Args:
         worker: the worker that joins the job; closed with the world.
@@ -116,10 +116,10 @@ class World:
         """Join the job and wait until every member it needs has joined.
 
         Args:
-            config: how to join; None = from the environment (docs/environment.md). If that names no coordinator, as
-                under torchrun, the workers start one, and shard servers.
+            config: this worker's configuration; None = from the environment (docs/environment.md). If that names no
+                coordinator, as under torchrun, the workers start one, and shard servers.
             timeout_s: default deadline of every operation on this world, in seconds.
-            join_timeout_s: how long to wait for the coordinator and for the other members, in seconds.
+            join_timeout_s: most seconds to wait for the coordinator and for the other members.
 
         Raises:
             ConfigurationError: the environment does not say how to join.
@@ -128,7 +128,7 @@ class World:
                 module again.
             Unreachable: no process answers at the coordinator's address.
             PermissionDenied: wrong job name or token, or a process of another user serves the workers' store.
-            Timeout: members are missing; the message says which.
+            Timeout: members are missing. The message says which.
 
         After an error: this process is not a member.
         """
@@ -150,7 +150,7 @@ class World:
 
     @property
     def rank(self) -> int:
-        """This worker's rank; it does not change while the process runs."""
+        """This worker's rank, which does not change while the process runs."""
         return self._coordinator.rank
 
     @property
@@ -175,7 +175,7 @@ class World:
 
     @property
     def replica(self) -> int:
-        """Position of this worker's replica, dense from 0: a sampler shards the data by it."""
+        """Position of this worker's replica, dense from 0, by which a sampler shards the data."""
         return self.view.me().replica
 
     @property
@@ -193,7 +193,7 @@ class World:
         """Committed steps of the job's model.
 
         Raises:
-            Misuse: there are several models; each has its own version.
+            Misuse: there are several models. Each has its own version.
         """
         return self.steps.view.latest_version
 
@@ -233,14 +233,14 @@ class World:
         return self._groups.default()
 
     def new_group(self, ranks: Sequence[int], *, backend: str = "auto") -> ProcessGroup:
-        """Make a group of some workers; every worker must call it, with the same world ranks.
+        """Make a group of some workers. Every worker must call it, with the same world ranks.
 
         Args:
             ranks: world ranks, in their order in the group.
             backend: a name of `axon_ps.Backend`; "auto" = by the nodes of the workers.
 
         Returns:
-            The group; on workers that are not in it, its collectives raise `Misuse`.
+            The group. On workers that are not in it, its collectives raise `Misuse`.
 
         Raises:
             InvalidRequest: a rank does not exist, or is given twice; or none is given.
@@ -252,7 +252,7 @@ class World:
         return group.new_group([group.ranks.index(r) for r in ranks], backend=backend)
 
     def node_group(self) -> ProcessGroup:
-        """Make a group of the workers on this worker's node; only they need to call it.
+        """Make a group of the workers on this worker's node. Only they need to call it.
 
         Raises:
             MemberLost: this worker is not a member any more.
@@ -291,9 +291,9 @@ class World:
             for world in World.mock(2): start a thread that does `with world: train()`
 
         Args:
-            world_size: how many workers; None = one, which is this thread's current world at once.
-            shards: how many shard servers.
-            nodes: how many nodes the workers appear to be on.
+            world_size: number of workers; None = one, which is this thread's current world at once.
+            shards: number of shard servers.
+            nodes: number of nodes that the workers appear to be on.
             timeout_s: default deadline of every operation, in seconds.
 
         Returns:
@@ -307,14 +307,14 @@ class World:
         return worlds if world_size is not None else worlds[0].__enter__()
 
     def barrier(self, name: str = "world", timeout_s: float | None = None) -> None:
-        """Return when every worker has called it.
+        """Block until every worker has called it.
 
         Args:
             name: distinguishes concurrent barriers.
-            timeout_s: how long to wait, in seconds.
+            timeout_s: most seconds to wait.
 
         Raises:
-            Timeout: workers are missing; the message names them.
+            Timeout: workers are missing. The message names them.
             GenerationChanged: a worker left or joined meanwhile, or joined since this worker's last step: it is at the
                 beginning of its program, and the next step synchronizes with it.
             Disagreement: the missing workers wait in a step for this worker.
@@ -336,11 +336,11 @@ class World:
     ) -> None:
         """Report the progress of training, for `axon-ps status`. Call it as often as you like.
 
-        Only the main process reports, at most once a second and at the last of `steps`. A report never waits.
+        Only the main process reports, at most once a second and at the last of `steps`. The call does not block.
 
         Args:
-            step: steps made; None = the version, shown as it is at that moment, and not as it was reported.
-            steps: how many there will be, if that is known: in all, or in this run of the job's workers.
+            step: steps made; None = the version, of which `axon-ps status` shows the present value.
+            steps: the number of steps planned, if it is known: in all, or in this run of the job's workers.
             loss: the loss.
             values: further values to show, by name: `tokens_per_s=12_000.0`.
 
@@ -359,14 +359,14 @@ class World:
     ) -> None:
         """Pass the values of `report` to a logger, too, from now on, at the committed version.
 
-        All workers call it. The main process makes the logger; if it dies, the next main process makes another. A
-        version is logged once, so an aborted step leaves no second point. Training does not wait for a logger, and a
+        All workers call it. The main process makes the logger. If it dies, the next main process makes another. A
+        version is logged once, so an aborted step leaves no second point. Training is not delayed by a logger, and a
         later error of the logger is logged as a warning.
 
         Args:
             make: returns a logger of `axon_ps.observe.loggers`, or your own: `lambda: TensorBoardLogger("runs/one")`.
             hyperparams: the settings of the run.
-            statistics: whether the main process's counters are logged, too, as "worker/NAME".
+            statistics: True to log the main process's counters, too, as "worker/NAME".
 
         Raises:
             ConfigurationError: on the main process, the logger's library is not installed.
@@ -413,25 +413,25 @@ class World:
         return self._loop.run(self._coordinator.kv_add(key, amount, timeout_s=self._limit(None)))
 
     def kv_compare_and_set(self, key: str, expected: bytes, value: bytes) -> bool:
-        """Store `value` if the present one equals `expected` (empty = absent); returns whether it was stored."""
+        """Store `value` if the present one equals `expected` (empty = absent); return True if it was stored."""
         return self._loop.run(self._coordinator.kv_compare_and_set(key, expected, value, timeout_s=self._limit(None)))
 
     def kv_delete(self, key: str) -> bool:
-        """Remove a key; returns whether it existed."""
+        """Remove a key; return True if it existed."""
         return self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._limit(None)))
 
     def agree(self, name: str, value: Any) -> Any:
         """Return the value that the first worker gave for `name`: the same on every worker, without waiting for any.
 
-        Workers use it to agree on something although a worker may join late: the seed, how long to train. The job
-        stores the value. Put anything that may change into the name: `world.agree(f"steps/{version}", ...)`.
+        Workers use it to agree on a value although a worker may join late: the seed, how long to train. The value is
+        stored in the job. Put anything that may change into the name: `world.agree(f"steps/{version}", ...)`.
 
         Args:
             name: at most 500 bytes.
             value: a value that `all_gather_object` takes, at most 1 MiB.
 
         Raises:
-            InvalidRequest: `value` cannot be sent; the message says what can.
+            InvalidRequest: `value` cannot be sent. The message says what can.
         """
         first = self._coordinator.kv_first(f"agree/{name}", encode(value, "agree"), timeout_s=self._limit(None))
         return decode(self._loop.run(first), "agree")
@@ -439,17 +439,18 @@ class World:
     def gather_json(self, value: Any, *, name: str = "gather_json", timeout_s: float | None = None) -> list[Any]:
         """All-gather a value of every worker, in rank order. It is for small values: losses, settings.
 
-        All workers wait for each other, as at a `barrier`; `agree` and the key-value store do not wait. It uses the
-        coordinator and so works for new workers, too; `all_gather_object` is for a group, for larger values and faster.
+        All workers wait for each other, as at a `barrier`. For a value without waiting use `agree` or the key-value
+        store. The values go through the coordinator, so workers that have just joined take part, too. For larger values
+        in a group, `all_gather_object` is faster.
 
         Args:
             value: a value that `all_gather_object` takes, at most 1 MiB.
             name: distinguishes concurrent gathers.
-            timeout_s: how long to wait for the others in each of three steps, in seconds.
+            timeout_s: most seconds to wait for the others in each of three steps.
 
         Raises:
-            InvalidRequest: `value` cannot be sent; the message says what can.
-            Timeout: a worker is missing; the message names it.
+            InvalidRequest: `value` cannot be sent. The message says what can.
+            Timeout: a worker is missing. The message names it.
             GenerationChanged, Disagreement, MemberLost: as for `barrier`.
         """
         gathered = self._rendezvous.all_gather(name, encode(value, "gather_json"), self._limit(timeout_s))
@@ -488,7 +489,7 @@ class World:
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> CheckpointInfo | LoopWork[CheckpointInfo]:
-        """Have the shard servers write parameters and optimizer state of all models; training may go on.
+        """Have the shard servers write parameters and optimizer state of all models. Training may go on.
 
         Each model is written at one version. Call it on one worker. It returns when the checkpoint is complete, or with
         `async_op` at once. This worker may then train on, too: the checkpoint has the version of each model at the time
@@ -499,9 +500,9 @@ class World:
             extra: JSON values that a restore returns (sampler, schedule).
             states: by the rank of a worker, the file of its own state, which it has written to `uri`; see
                 `axon_ps.parallel.checkpoints.own_state`.
-            timeout_s: how long it may take, in seconds.
-            async_op: return a `Work` whose `wait()` gives the `CheckpointInfo`. Wait for it before closing the world.
-                It is throttled, so that steps are hardly slower, and takes longer.
+            timeout_s: most seconds for it.
+            async_op: return a `Work` whose `wait()` returns the `CheckpointInfo`. Wait for it before closing the world.
+                The writing is throttled: steps are hardly slower, and it takes longer.
 
         Raises:
             CheckpointError: it could not be written; `StorageFull` when there is no space. An incomplete one
@@ -517,7 +518,7 @@ class World:
     def restore_checkpoint(
         self, uri: str, *, models: Sequence[str] = (), timeout_s: float | None = None
     ) -> CheckpointInfo:
-        """Have the shard servers load a checkpoint; the current steps abort on every worker.
+        """Have the shard servers load a checkpoint. The current steps abort on every worker.
 
         All models are restored together. Call it on one worker, after they have been wrapped.
 
@@ -525,11 +526,11 @@ class World:
             uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
             models: names of the models to restore; empty = all of the job's, and then the checkpoint must have exactly
                 these.
-            timeout_s: how long it may take, in seconds.
+            timeout_s: most seconds for it.
 
         Raises:
             CheckpointError: it cannot be read. If this was found before anything was overwritten (as for a missing,
-                truncated or altered file), the parameters are unchanged; else the job waits for another restore.
+                truncated or altered file), the parameters are unchanged. Else the job needs another restore.
             InvalidRequest: it was saved from other models.
             Misuse: this process has not wrapped one of `models`.
             Timeout: it was not restored in time.
@@ -537,7 +538,7 @@ class World:
         return self._checkpoints.restore(uri, models, self._limit(timeout_s))
 
     def resume_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> None:
-        """Begin the job at a checkpoint; every worker calls it, after all models have been wrapped.
+        """Begin the job at a checkpoint. Every worker calls it, after all models have been wrapped.
 
         The worker of lowest rank restores, and the others wait for that. If the parameters were restored before, as
         when this worker was restarted, it returns at once.
@@ -555,37 +556,37 @@ class World:
     def replace_parameters(
         self, units: Iterable[tuple[int, Array]], *, model: str = "", timeout_s: float | None = None
     ) -> None:
-        """Replace the values of every unit; optimizer state and version stay. Every worker calls it.
+        """Replace the values of every unit. Optimizer state and version stay. Every worker calls it.
 
         Args:
-            units: per unit of the layout, its number and f32[unit_numel]; read on the worker of lowest rank only.
+            units: per unit of the layout, its number and f32[unit_numel]. Only the worker of lowest rank reads them.
             model: name of the model; empty = the only one.
-            timeout_s: how long it may take, in seconds.
+            timeout_s: most seconds for it.
 
         Raises:
             InvalidRequest: a unit does not fit the layout.
             Misuse: this process has no such model, or several models and none is named.
-            Broken: the worker of lowest rank failed; the message has its error.
+            Broken: the worker of lowest rank failed. The message has its error.
             Timeout: a worker or a server is missing.
 
-        After an error: the values on the servers may be incomplete; call it again, or restore a checkpoint.
+        After an error: the values on the servers may be incomplete. Call it again, or restore a checkpoint.
         """
         self._checkpoints.replace(units, model, self._limit(timeout_s))
 
     # ------------------------------------------------------------------ close
 
     def close(self, *, finished: bool | None = None) -> None:
-        """Leave the job. The others are notified at once. Harmless when repeated.
+        """Leave the job. The others are notified at once. Repeated calls do nothing.
 
         Args:
-            finished: whether this worker has done all its work. Then the others go on without it and without a
-                replacement; messages that it sent in the background are waited for, at most 10 s. None: True, unless
+            finished: True if this worker has done all its work. Then the others go on without it and without a
+                replacement. Messages that it sent in the background are waited for, at most 10 s. None = True, unless
                 an error is being handled.
 
         A worker that has started the job's services and has finished waits here until the other workers are done.
 
         Raises:
-            Misuse: this process is a fork of the process that joined; that one is still a member.
+            Misuse: this process is a fork of the process that joined, which is still a member.
         """
         fork.check()
         if self._closed:
@@ -653,7 +654,7 @@ def _measures(models: weakref.ref[Models]) -> Mapping[str, float]:
 
 
 def _on_event(reference: weakref.ref[World], event: Event) -> None:
-    """Pass an event on; threads that wait for a membership wake up only when every part of the world has it.
+    """Pass an event on. Threads that wait for a membership wake up only when every part of the world has it.
 
     The reference is weak, so that an unused world can be freed.
     """
@@ -691,7 +692,7 @@ def _mock_worlds(
 
 
 def _mock_world(backend: Backend) -> World:
-    """Return the world of a `MockBackend`'s rank; the first call starts the job, in this process.
+    """Return the world of a `MockBackend`'s rank. The first call starts the job, in this process.
 
     After an error: the next call tries again.
     """

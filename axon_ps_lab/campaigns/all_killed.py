@@ -36,7 +36,7 @@ LIFE_S = 400.0
 """The longest that a life may last."""
 
 AFTER_START_S = 1.5
-"""A random moment is at most this long after the first step of a life."""
+"""A random moment is at most this long after the start of a life, or after a worker's first note."""
 
 STEPS_PER_LIFE = 20
 STEP_S = 0.05
@@ -82,7 +82,7 @@ with axon_ps.World.init(timeout_s=60.0) as world:
 
 
 def watch() -> None:
-    """Make this service, as its plug-in, stop for good at the supervisor's moment, and write a file then."""
+    """Stop this service for good when it reaches the supervisor's moment, and write a file then."""
     name, file = os.environ.get(STOP_AT), os.environ.get(STOPPED)
 
     def watcher(moment: Moment, version: int) -> None:
@@ -127,7 +127,7 @@ class Life:
 
 
 def lives(kills: int, seed: int) -> Iterator[Life]:
-    """Yield lives that end in a kill: each kind of moment in turn, first before any checkpoint; each kind of damage."""
+    """Yield lives that end in a kill, with each kind of moment and damage; the first has no checkpoint to damage."""
     choice = random.Random(seed)
     kinds = ["any", Moment.CHECKPOINT.name, "start", Moment.REMOVE.name, "any", Moment.RESTORE.name]
     damages = [*DAMAGES]
@@ -143,7 +143,7 @@ class Result:
     """The outcome of a supervised job.
 
     Attributes:
-        digest: of the parameters at its end.
+        digest: digest of the parameters at its end.
         lines: one about each life.
         wrong: promises that were broken.
     """
@@ -158,8 +158,8 @@ class Supervisor:
 
     Args:
         directory: the folder of all files.
-        state: "sqlite", which survives, or "memory".
-        seed: of the choices of damage.
+        state: "sqlite" (a file of the directory) or "memory".
+        seed: seed of the choices of damage.
         steps: the version at which the job is done.
         step_s: seconds that a worker waits after each.
         workers, shards: their numbers.
@@ -299,7 +299,7 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     with_all: dict[int, psutil.Process] = {}
     try:
         root = psutil.Process(process.pid)
-        for _ in range(3):  # what is started meanwhile is found in the next round: its parent has been stopped
+        for _ in range(3):  # a process started meanwhile is found in the next round: its parent has been stopped
             for found in (root, *root.children(recursive=True)):
                 if found.pid not in with_all:
                     with_all[found.pid] = found

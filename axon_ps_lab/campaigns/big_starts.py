@@ -41,7 +41,7 @@ class Start:
 
     Attributes:
         trained: whether all steps were committed, and everything ended well.
-        lost: lines that say that a member is lost.
+        lost: number of lines about a lost member.
         first_s: seconds from the command to the first commit; None without one.
         output: all that was printed.
     """
@@ -74,7 +74,7 @@ def train(parameters: int) -> None:
 
 
 def needed_bytes(parameters: int, copies: int) -> int:
-    """Return about the bytes of a start: values, sums, wire copies on servers; values, gradients, units in a worker."""
+    """Estimate the bytes of a start: values, sums, wire copies on servers; values, gradients, units in a worker."""
     return 4 * parameters * (3 * copies + 2) + 2 * 4 * parameters // UNITS + (2 << 30)
 
 

@@ -221,7 +221,7 @@ class Scene:
         return (rank // 2 * 2, rank // 2 * 2 + 1) if self._case.hybrid else (rank,)
 
     def _replace(self, node: Sequence[int]) -> None:
-        """End what is left of a node's workers and start all of them again, as a launcher does."""
+        """End the remaining workers of a node and start all of its workers again, as a launcher does."""
         for rank in node:
             self._workers[rank].kill()
         for rank in node:

@@ -1,9 +1,9 @@
 """The model that is trained while faults strike, and its oracle, which has the same bits: no number is rounded.
 
 A gradient is made of whole numbers that depend on every bit of the parameters (in forward *and* in backward), on the
-data, and on the values of the units before. A parameter that was torn, stale or of another version, a gradient that is
-missing, doubled or of another step: each changes the final values. Averages over 1 to 4 workers are whole numbers too,
-and SGD's steps are powers of two, so no sum is ever rounded, whatever the order: plain torch gives the same bits.
+data, and on the values of the units before. A torn, stale or foreign parameter changes the final values, and so does a
+missing, doubled or foreign gradient. Averages over 1 to 4 workers are whole numbers too, and SGD's steps are powers of
+two, so no sum is ever rounded, whatever the order: plain torch gives the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
 
 UNITS = (30_000, 9_000, 2_000, 30_000)
-"""Elements of each unit: cut over both servers and leased, full on one and mapped, too small to be leased."""
+"""Elements of each unit. Large ones are cut over both servers and leased. One is mapped, and one not leased."""
 
 ROOT = 500
 LR, MOMENTUM = 2.0**-7, 0.5
@@ -148,11 +148,11 @@ class ExactAttempt:
 
     Attributes:
         version: the version it was computed from.
-        ended: when `step()` returned, by the monotonic clock.
+        ended: time at which `step()` returned, by the monotonic clock.
         committed: whether it counted.
         became: the version it led to.
         ranks: workers of the generation it was in.
-        reason: why it did not commit.
+        reason: the reason why it did not commit.
     """
 
     version: int

@@ -1,9 +1,9 @@
-"""The cost of a leader's death, several times each: `make lab NAME=failover`.
+"""The cost of faults of the leader and of etcd, several times each: `make lab NAME=failover`.
 
-Three etcd members, two coordinators, two shard servers, two workers; each fault happens to the leader, or to etcd (its
-disks are slow, it is compacted, its quota is used up), and the longest time without a committed step is shown. The
-campaign fails if a step was lost, if a coordinator wrote after another one had begun to, or if that time is longer than
-promised.
+The job has three members of etcd, and two each of coordinators, shard servers and workers. Each fault happens to the
+leader, or to etcd: a member is killed, disks are slow, it is compacted, or its quota is used up. The longest time
+without a committed step is shown. The campaign fails if a step was lost, if a coordinator wrote after another one had
+begun to, or if that time is longer than promised.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ PAUSE_S = 0.02
 
 SOON_S = 30.0
 SLOW_S = 0.1
-"""The time that a slow disk of etcd takes longer for each write."""
+"""The additional time that a slow disk of etcd takes for each write."""
 
 ETCD_S = 5.0
 """Seconds for which a job is watched after a member of etcd was killed: longer than a lease."""
@@ -107,7 +107,7 @@ class FailoverJob:
 
     Args:
         cluster: the cluster.
-        directory: for their files.
+        directory: directory for their files.
         proxied: whether they reach the coordinators through a proxy of their host.
     """
 
@@ -154,7 +154,7 @@ class FailoverJob:
         return [self.steps(rank) for rank in range(len(results))], [r.value for r in results]
 
 
-# ---------------------------------------------------------------------- what may happen to the leader
+# ---------------------------------------------------------------------- faults of the leader and of etcd
 
 
 def _another_leads(job: FailoverJob, old: int, since_s: float) -> float:
@@ -185,7 +185,7 @@ def frozen(job: FailoverJob, seconds: float) -> float:
 
 
 def cut_from_etcd(job: FailoverJob, seconds: float) -> float:
-    """The leader is cut off from etcd for a while; what it had sent arrives late."""
+    """The leader is cut off from etcd for a while; messages that it had sent arrive late."""
     old, since_s = job.cluster.leader(), time.monotonic()
     job.cluster.cut_from_etcd(old, seconds)
     _another_leads(job, old, since_s)

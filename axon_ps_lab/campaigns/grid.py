@@ -1,4 +1,4 @@
-"""The grid of faults, as data: who is struck, by what, at which moment, under which strategy, and what is promised."""
+"""The grid of faults, as data: victims, faults, moments, strategies and promises."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STRIKES = {
     "older-state": Strike(Fault.OLDER_STATE),
     "lost-journal": Strike(Fault.TRUNCATED_JOURNAL),
 }
-"""The faults, by the names that cases have of them."""
+"""The faults, by their names in cases."""
 
 CUT_OFF = (Victim.WORKER, Victim.SHARD)
 """The victims that can be cut off from a shard server."""
@@ -68,7 +68,7 @@ CALLING = (Moment.GATHER, Moment.PUSH, Moment.DECISION)
 """The moments of a cut: one of the two reads, writes, or waits for the other's step."""
 
 DECIDING = (Moment.PUSH, Moment.DECISION, Moment.BETWEEN_STEPS)
-"""The moments of faults of the state: at others the coordinator knows no more and no less."""
+"""The moments of faults of the state: at any other moment the coordinator's state is as at one of these."""
 
 MOMENTS = tuple(moment for moment in Moment if moment not in (Moment.RESTORE, Moment.REMOVE))
 """The moments of a step; the two others are those of `all_killed`."""
@@ -180,7 +180,7 @@ def possible_cases() -> tuple[Case, ...]:
 
 
 def pairwise(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """Return few of the cases, in which every pair of values of two dimensions occurs that occurs in any case.
+    """Return a small sample of the cases with each pair of values of two dimensions that occurs in any case.
 
     The choice is greedy, and the same each time: the next case is that with the most pairs that are still missing. Of
     equals it is the first in a random order, so that the sample has various combinations of three, too.

@@ -2,9 +2,9 @@
 
     python -m axon_ps_lab.campaigns.group_soak [--calls 10000] [--backends shm grpc hierarchical]
 
-Three ranks; ranks 0, 1, 2 are one group and 2, 1 the other, each used by a thread of its own. Every result is checked,
-and the resident memory is compared: that of every rank after a tenth of the calls and at the end, that of every shard
-server before the calls and at the end.
+There are three ranks. All of them are one group, and the last two are the other; each group is used by a thread of its
+own. Every result is checked, and the resident memory is compared: that of every rank after a tenth of the calls and at
+the end, that of every shard server before the calls and at the end.
 """
 
 from __future__ import annotations

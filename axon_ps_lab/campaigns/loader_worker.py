@@ -70,7 +70,7 @@ def trainer(kind: str) -> Iterator[Step]:
 
 
 def epoch(loader: DataLoader[Tensor], step: Step) -> None:
-    """Train on every batch; each must be what the data set has, in order."""
+    """Train on every batch; the batches must have the data of the data set, in order."""
     first = 0
     for batch in loader:
         assert batch[:, 0].tolist() == [float(i) for i in range(first, first + BATCH)], batch
@@ -124,7 +124,7 @@ def killed(kind: str, method: str) -> str:
     with trainer(kind) as step:
         try:
             # prefetch_factor: torch cannot read a batch that a dead worker has sent, unless it was forked
-            # timeout: with one, torch looks at workers that a fork server has started when that is over, not before
+            # timeout: if it is set, torch checks the workers of a fork server only when it is over
             epoch(loader(1, method, deadly=BATCH * 2, prefetch_factor=1, timeout=0), step)
         except RuntimeError as error:
             message = str(error)
@@ -151,7 +151,7 @@ def others(kind: str) -> None:
 
 
 def outlived() -> float:
-    """Kill rank 1 and not its fork; returns, on rank 0, the seconds until the membership says so."""
+    """Kill rank 1 and not its fork; returns, on rank 0, the seconds until the membership shows it."""
     world = axon_ps.World.init()
     if world.rank == 1:
         pid = os.fork()
@@ -201,7 +201,7 @@ def in_a_fork(what: Callable[[], Any]) -> str:
 
 
 def refusals() -> dict[str, str]:
-    """Return the errors that forks of a worker get, by their tries."""
+    """Return the errors that forks of a worker get, by the call that they try."""
     world = axon_ps.World.init()
     replicated = DistributedDataParallel(nn.Linear(4, 4), world.default_group)
     model = FullyShardedDataParallel(nn.Linear(4, 300), world.default_group)
@@ -237,7 +237,7 @@ def refusals() -> dict[str, str]:
     messages = {}
     assert set(HARMLESS) < set(tries)
     for what, call in tries.items():
-        model(batch).sum().backward()  # the loop is busy with what was pushed
+        model(batch).sum().backward()  # the loop is busy with the pushed gradients
         messages[what] = in_a_fork(call)
         assert optimizer.step().committed
         optimizer.zero_grad()

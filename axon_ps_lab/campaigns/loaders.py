@@ -1,10 +1,10 @@
 """`make lab NAME=loaders`: training from data loaders, 20 runs of each cell, and the errors when a loader worker dies.
 
-The cells are loaders with 0, 1 and 4 workers x fork, spawn and forkserver x FSDP, DDP and PyTorch's own DDP over the
-backend "axon" x with and without shared memory. A run is a new loader, and so new processes, for an epoch of training
-steps on two ranks; each rank does half of the runs. A run is well when every batch is right, every step done and no
-process left. Besides, a worker of a loader is killed in every kind and start method, and forks of a program try
-everything.
+The cells combine loaders (without workers, or with one or four by fork, spawn or forkserver), FSDP, DDP or PyTorch's
+own DDP over the backend "axon", and runs with and without shared memory. A run is a new loader, and so new processes,
+for an epoch of training steps on two ranks; each rank does half of the runs. A run is well when every batch is right,
+every step done and no process left. Besides, a worker of a loader is killed with every kind and start method, and forks
+of a program try all calls of `loader_worker.refusals`.
 
     python -m axon_ps_lab.campaigns.loaders [--runs 20] [--kind fsdp] [--method fork]
 """

@@ -19,7 +19,7 @@ TIMEOUT_S = 120
 
 
 class DirectoryStore:
-    """A `Store` of files."""
+    """A `GroupStore` of files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,6 +1,6 @@
 """2,000 random faults in one run of one job: `make lab NAME=soak`.
 
-Three workers train on two servers without end; two of them are enough to go on. Again and again a random process is
+Three workers train on two servers without end; two workers are enough to go on. Again and again a random process is
 struck at a random moment; then the job has to commit within the promised time. Every 50 faults a checkpoint is taken
 and compared, bit by bit, with plain torch over the workers that took part in each committed step. In the end the times
 from fault to next commit are printed, and whether the memory of every process that lived long enough was flat.
@@ -40,7 +40,7 @@ PAUSE_S = 0.02
 TIMEOUT_S = 120.0
 WEIGHED_EVERY = 5
 HANG_S = PATIENCE_S + 30.0
-"""Seconds after healing; a job that is merely late is counted, and the soak goes on."""
+"""Seconds from healing until a job counts as hanging. A job that is merely late is counted, and the soak goes on."""
 
 WEIGHTS = {
     Strike(Fault.KILL): 3, Strike(Fault.FREEZE, 0.3 * LEASE_S): 4, Strike(Fault.FREEZE, 1.5 * LEASE_S): 2,
@@ -70,7 +70,7 @@ class Soak:
     Args:
         cluster: the cluster, which runs.
         strategy: the sharding strategy.
-        chance: of all random choices.
+        chance: the source of all random choices.
         faults: number of faults; in the second half some processes are not killed, so that their memory can be judged.
     """
 
@@ -97,7 +97,7 @@ class Soak:
             rank, train, args=(self._strategy, math.inf, TIMEOUT_S, written, 0.0, PAUSE_S)
         )
 
-    # ------------------------------------------------------------------ what happened
+    # ------------------------------------------------------------------ attempts
 
     def _attempts(self) -> list[ExactAttempt]:
         """Return the attempts written since the last call, in time order."""
@@ -231,7 +231,7 @@ class Soak:
         self.facts.verified += 1
 
     def print_problems(self) -> None:
-        """Print the problems found since the last call; a run is long."""
+        """Print the problems found since the last call, since a run is long."""
         for problem in self.facts.problems[self._printed :]:
             print(f"WRONG: {problem}", flush=True)
         self._printed = len(self.facts.problems)

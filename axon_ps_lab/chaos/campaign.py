@@ -1,4 +1,4 @@
-"""The settings of a campaign: kinds of faults, their frequency, the target. Pure but for reading the TOML file."""
+"""The settings of a campaign: kinds of faults, their frequency, the target. All but `load` is pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of the observed events of a campaign: detection, commits, steps and samples lost, memory. Pure."""
+"""Figures of the observed events of a campaign: detection, commits, steps and samples lost, memory. It is pure."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ class FaultOutcome:
 
     Attributes:
         dealt: the fault.
-        detection_s: from its beginning until the coordinator reported it; None = it was not reported.
+        detection_s: seconds from its beginning until the coordinator reported it; None = it was not reported.
         sign: the report.
-        next_commit_s: from its beginning to the next committed step; None = there was none.
+        next_commit_s: seconds from its beginning to the next committed step; None = there was none.
         longest_s: the longest time without a commit from its beginning until the next fault.
-        complete_s: from its beginning until the job had all its members and copies again; None = it never had.
+        complete_s: seconds from its beginning until the job had all its members and copies again; None = it never had.
         steps_lost: committed steps that were undone, because the job returned to an older version.
         aborted: attempts, of all workers, that did not commit.
     """
@@ -186,7 +186,7 @@ class Samples:
 
     Attributes:
         steps: number of committed steps.
-        missing_steps: versions below the last committed one from which no worker knows of a commit.
+        missing_steps: number of versions below the last committed one whose commit no worker has recorded.
         used: number of samples used.
         lost: number of samples that a committed step should have used, and did not.
         doubled: number of samples that were used more often than they should have been.

@@ -31,7 +31,7 @@ class Observer:
 
     Args:
         address: returns the present address of the coordinator; a successor may have another.
-        security: how its client's connections are secured.
+        security: the security of its client's connections.
         job: the job's name.
 
     Attributes:

@@ -37,7 +37,7 @@ class RunningJob:
     Args:
         job: the settings by which its processes are found.
         coordinator: the coordinator's "host:port".
-        security: how connections to the coordinator are secured.
+        security: the security of connections to the coordinator.
         name: the job's name; empty = the job that the coordinator runs.
 
     Attributes:

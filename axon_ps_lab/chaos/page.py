@@ -1,4 +1,4 @@
-"""A campaign's report as a page: one file of HTML and SVG, without scripts, dark and light. Pure."""
+"""A campaign's report as a page: one file of HTML and SVG, without scripts, dark and light. It is pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The faults of a campaign: a list that depends on the campaign's file and seed alone. Pure."""
+"""The faults of a campaign: a list that depends on the campaign's file and seed alone. It is pure."""
 
 from __future__ import annotations
 
@@ -117,6 +117,6 @@ def _side(target: Embedded, first: ProcessKey, chance: random.Random, *, spares:
 
 
 def _other(target: Embedded, first: ProcessKey, chance: random.Random) -> ProcessKey:
-    """Choose a shard server that a member cannot reach; a worker, if there is no other server."""
+    """Choose the other end of a cut: another shard server, or a worker if there is none."""
     others = [("shard", index) for index in range(target.shards) if ("shard", index) != first]
     return chance.choice(others or [("worker", index) for index in range(target.workers)])

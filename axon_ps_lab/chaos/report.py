@@ -1,4 +1,4 @@
-"""The report of a campaign as JSON: a summary, the table of `figures`, and every fault. Pure."""
+"""The report of a campaign as JSON: a summary, the table of `figures`, and every fault. It is pure."""
 
 from __future__ import annotations
 

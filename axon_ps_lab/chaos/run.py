@@ -71,7 +71,7 @@ def run_outside(campaign: Campaign, coordinator: str, security: Security, name: 
     Args:
         campaign: a campaign with [job].
         coordinator: the coordinator's "host:port", if the campaign does not name it.
-        security: how connections to the coordinator are secured.
+        security: the security of connections to the coordinator.
         name: name of the job; empty = the job that the coordinator runs.
         emit: called with a line for every fault.
 

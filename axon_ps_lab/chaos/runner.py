@@ -136,7 +136,7 @@ class Runner:
         self.result = Result(campaign=campaign, events=Events(), began=time.monotonic())
 
     def run(self) -> Result:
-        """Run the campaign until its last fault, until the job does not heal, time is over, or it is interrupted."""
+        """Run the campaign until its last fault, until the job does not heal, until time is over, or until Ctrl-C."""
         result, began = self.result, time.monotonic()
         try:
             with interrupts() as interrupted:

@@ -29,7 +29,7 @@ class Strikes:
 
     Args:
         cluster: its services.
-        observer: of its coordinator's feed.
+        observer: observer of its coordinator's feed.
         process: finds a process by role and number.
         folders: the folders that a full disk fills, by role.
         checkpoints: the folder of its checkpoints.

@@ -1,4 +1,4 @@
-"""The workers of a campaign's own job: they train a small model on samples that belong to committed steps.
+"""The workers of a campaign's own job: they train a small model, and write down the samples of each step.
 
 A worker writes each attempt to a file before it computes, and each commit after it. So the samples of a committed
 attempt are known even if the worker dies.

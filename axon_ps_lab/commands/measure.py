@@ -74,7 +74,7 @@ class Sizes:
         large_numel: elements of the large unit, and of an optimizer's update.
         small_numel: elements of a small unit.
         calls: small units, each of which is pushed and gathered by a call of its own.
-        repetitions: of everything.
+        repetitions: number of repetitions of each measurement.
     """
 
     large_numel: int = 4 << 20
@@ -162,7 +162,7 @@ class _Job:
     Args:
         world: the worker.
         server: process id of the shard server.
-        sizes: how much is measured.
+        sizes: the sizes of the measurements.
     """
 
     def __init__(self, world: World, server: int, sizes: Sizes) -> None:
@@ -195,7 +195,7 @@ class _Job:
         """Measure the costs of an element that travels in some form.
 
         Args:
-            name: of the form.
+            name: name of the form.
             precision: the form.
             push: the cost of a push beside its elements.
             gather: the cost of a gather beside its elements.

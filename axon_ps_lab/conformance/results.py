@@ -53,7 +53,7 @@ def _check_all_reduce(trial: Trial, dtype: DType, op: ReduceOp, numel: int) -> N
 
 
 def all_reduce_in_every_dtype_and_op(trial: Trial) -> None:
-    """Sizes are also around the number of ranks. Many ranks, which are slow, check two ops for each dtype."""
+    """Sizes are also around the number of ranks. Groups of many ranks, which are slow, check two ops for each dtype."""
     for i, dtype in enumerate(trial.dtypes):
         ops = oracle.ops_of(dtype)
         for op in ops if trial.n <= _FEW else [ops[i % len(ops)], ops[(i + 2) % len(ops)]]:

@@ -2,9 +2,10 @@
 
     make lab NAME=compose        # needs docker and docker-compose, or the plug-in `docker compose`; builds the images
 
-A job trains all the while. After everything that is done to it, it has to go on, with every member back, a copy of
-every slice, and no committed step lost. Every container is looked into: it writes nowhere but in its volumes and /tmp,
-has no capability of root's, and no program but Python. Prints a table, and writes benchmarks/results/compose.json.
+A job trains all the while. After each event it has to go on, with every member back, a copy of
+every slice, and no committed step lost. Every container is examined: it can write only to its volumes and /tmp, has no
+capability of root's, and no program but Python. The campaign prints a table, and writes
+benchmarks/results/compose.json.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ PROJECT, JOB, TOKEN = "axon-ps-test", "gpt", "the-random-secret-of-a-test"
 BASE = "python:3.11-slim-bookworm"
 LIMITS_MB = {"coordinator": 450, "shard": 450, "worker": 1500}
 PUBLISHED_BASE_MB = 130
-"""What the published base image takes. An engine without a registry may have another one under its name."""
+"""The size of the published base image. An engine without a registry may have another image under its name."""
 
 
 class Compose:
     """docker-compose on our file, with a small model.
 
     Args:
-        directory: for the file that says so.
+        directory: the folder of the file that names the model.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -47,7 +48,7 @@ class Compose:
         self._environment = {**os.environ, "AXON_PS_TOKEN": TOKEN}
 
     def __call__(self, *arguments: str) -> str:
-        """Run it; returns what it prints.
+        """Run a command of docker-compose; returns its output.
 
         Raises:
             AssertionError: it fails.
@@ -58,7 +59,7 @@ class Compose:
         return done.stdout.strip()
 
     def containers(self, service: str) -> list[str]:
-        """The running containers of a service."""
+        """Return the running containers of a service."""
         labels = f"label=com.docker.compose.project={PROJECT}", f"label=com.docker.compose.service={service}"
         return sorted(output_of("docker", "ps", "-q", "--filter", labels[0], "--filter", labels[1]).split())
 
@@ -68,13 +69,13 @@ class Compose:
         os.kill(int(process), 9)
 
     def address(self) -> str:
-        """The coordinator's."""
+        """Return the coordinator's address."""
         (container,) = self.containers("coordinator") or [""]
         return f"{address_of(container)}:7077"
 
 
 def image_sizes(prefix: str = "axon-ps-") -> list[dict[str, object]]:
-    """The sizes of the images, beyond their base and with the published one."""
+    """Return the sizes of the images, with and without their base; each must be within its limit."""
     base = int(output_of("docker", "image", "inspect", "-f", "{{.Size}}", _base_of(f"{prefix}shard")))
     rows = []
     for service, limit in LIMITS_MB.items():
@@ -88,7 +89,7 @@ def image_sizes(prefix: str = "axon-ps-") -> list[dict[str, object]]:
 
 
 def _base_of(image: str) -> str:
-    """The local image whose layers an image begins with."""
+    """Return the local image with whose layers an image begins."""
     layers = "{{json .RootFS.Layers}}"
     first = json.loads(output_of("docker", "image", "inspect", "-f", layers, image))[0]
     for candidate in output_of("docker", "images", "-q").split():
@@ -98,10 +99,10 @@ def _base_of(image: str) -> str:
 
 
 def confinement(container: str) -> dict[str, object]:
-    """The permissions of the main process of a running container.
+    """Return the permissions of the main process of a running container.
 
     Raises:
-        AssertionError: it may do what docker-compose.yml means to take from it.
+        AssertionError: it has a permission that docker-compose.yml is to take from it.
     """
     probe = Path(__file__).with_name("confined.py").read_text(encoding="utf-8")
     command = ["docker", "exec", "-i", container, "python", "-"]
@@ -117,7 +118,7 @@ def confinement(container: str) -> dict[str, object]:
 
 @contextmanager
 def started(compose: Compose) -> Iterator[Watch]:
-    """The services and workers, until the end."""
+    """Start the services and workers, and remove them when the context ends."""
     compose("up", "--force-recreate", "-V", "-d")
     try:
         with Watch(compose.address, TOKEN, JOB) as watch:
@@ -150,13 +151,13 @@ def main() -> None:
 
 
 def run(compose: Compose, confined: dict[str, object]) -> list[dict[str, object]]:
-    """Do everything to a job that trains; fills in what the containers of each service may do."""
+    """Make all events happen to a job that trains; `confined` gets the permissions of the containers by service."""
     rows: list[dict[str, object]] = []
 
     def event(what: str, act: Callable[[], object], workers: int, shards: int) -> None:
         watch.mark()
         act()
-        if "coordinator" in what:  # the members stay what they are
+        if "coordinator" in what:  # the members stay the same
             version = watch.version
             watch.until("steps are made", lambda status: status.version > version + 20)
         else:

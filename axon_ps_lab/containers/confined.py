@@ -1,4 +1,4 @@
-"""Says as JSON what the process that runs it may do: `docker exec -i CONTAINER python - < confined.py`."""
+"""Prints as JSON the permissions of the process that runs it: `docker exec -i CONTAINER python - < confined.py`."""
 
 import json
 import os
@@ -22,7 +22,7 @@ OURS = ("python*", "axon-ps", "torchrun", "ldconfig*")
 
 
 def written(folder: str) -> bool:
-    """Whether a file can be made in a folder."""
+    """Return True if a file can be made in a folder."""
     probe = Path(folder) / f"probe-{os.getpid()}"
     try:
         probe.write_text("")
@@ -33,7 +33,7 @@ def written(folder: str) -> bool:
 
 
 def programs() -> list[str]:
-    """The programs that are found by name, but Python and ours."""
+    """Return the names of all programs in the usual folders, except Python and ours."""
     folders = [
         *os.environ["PATH"].split(":"),
         "/bin",

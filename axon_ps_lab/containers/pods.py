@@ -1,8 +1,8 @@
-"""Runs pods of rendered manifests as containers, one each, with what Kubernetes would give them.
+"""Runs each pod of rendered manifests as a container, with the settings that Kubernetes would give it.
 
 Images, arguments, variables (`envFrom`, references to fields and secrets, `$(NAME)`), the user and the read-only root,
 volumes, DNS names of headless services, gRPC probes, SIGTERM and the grace period are the manifest's. Scheduling,
-network policies and budgets are not here.
+network policies and budgets are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Manifest = Mapping[str, Any]
 
 
 def rendered(directory: str) -> list[Manifest]:
-    """The manifests of a kustomization."""
+    """Return the manifests of a kustomization."""
     return [
         m
         for m in yaml.safe_load_all(output_of(str(Path(sys.executable).with_name("kubectl")), "kustomize", directory))
@@ -41,10 +41,10 @@ class Pods:
     """A namespace of pods; a context manager that ends all of them.
 
     Args:
-        manifests: what was rendered.
+        manifests: the rendered manifests.
         secrets: by name, the keys and values of each.
         config: values that the config map is to have instead of its own.
-        prefix: what the containers' names begin with, and the network's.
+        prefix: the beginning of the names of the containers and the network.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Pods:
     # ------------------------------------------------------------------ controllers
 
     def stateful_set(self, name: str) -> Manifest:
-        """The manifest of a StatefulSet."""
+        """Return the manifest of a StatefulSet."""
         return next(m for m in self._of("StatefulSet") if m["metadata"]["name"] == name)
 
     def scale(self, name: str, replicas: int, **changes: str) -> None:
@@ -86,10 +86,10 @@ class Pods:
             self.stop(pod)
 
     def roll(self, name: str, **changes: str) -> Iterator[str]:
-        """A rolling update of a StatefulSet, in its controller's order; yields each pod once the new one is ready.
+        """Update a StatefulSet pod by pod, in its controller's order; yields each pod once the new one is ready.
 
-        From the last pod to the first: it is stopped, made again with the new template, and must be ready before the
-        next one is stopped.
+        The order is from the last pod to the first. A pod is stopped and made again with the new template. It must be
+        ready before the next one is stopped.
         """
         manifest = self.stateful_set(name)
         for pod in reversed(self.pods_of(name)):
@@ -110,7 +110,7 @@ class Pods:
             self.stop(pod)
 
     def pods_of(self, name: str) -> list[str]:
-        """The pods whose names begin so, by number."""
+        """Return the pods whose names begin so, by number."""
         pods = [pod for pod in self._running if re.fullmatch(rf"{re.escape(name)}-\d+", pod)]
         return sorted(pods, key=lambda pod: int(pod.rpartition("-")[2]))
 
@@ -132,10 +132,10 @@ class Pods:
         self._running[pod] = spec
 
     def stop(self, pod: str) -> None:
-        """SIGTERM, the grace period, SIGKILL; then the pod is gone.
+        """End a pod by SIGTERM, or SIGKILL after the grace period, and remove it.
 
         Raises:
-            AssertionError: it did not end by itself in that time, or with an error.
+            AssertionError: it did not end in that time, or ended with an error.
         """
         grace_s = self._running[pod]["terminationGracePeriodSeconds"]
         output_of("docker", "stop", "-t", str(grace_s), self._container(pod))
@@ -145,7 +145,7 @@ class Pods:
         del self._running[pod]
 
     def wait_ready(self, pod: str, timeout_s: float = 120.0) -> None:
-        """Probe a pod as its manifest says until it is ready.
+        """Probe a pod by its manifest until it is ready.
 
         Raises:
             AssertionError: it is not in time.
@@ -157,16 +157,16 @@ class Pods:
             time.sleep(probe["periodSeconds"])
 
     def address(self, pod: str, port: int) -> str:
-        """The address at which this machine reaches a pod."""
+        """Return the address at which this machine reaches a pod."""
         return f"{address_of(self._container(pod))}:{port}"
 
     def logs(self, pod: str) -> str:
-        """The end of what a pod has printed."""
+        """Return the end of a pod's output."""
         done = subprocess.run(["docker", "logs", "--tail", "40", self._container(pod)], capture_output=True, text=True)
         return done.stdout + done.stderr
 
     def _passes(self, pod: str, command: Sequence[str]) -> bool:
-        """Whether `axon-ps health HOST:PORT [--service NAME]` of a probe would succeed, asked from here."""
+        """Return True if `axon-ps health HOST:PORT [--service NAME]` of a probe would succeed from here."""
         address = self.address(pod, int(command[2].rpartition(":")[2]))
         service = command[4] if len(command) > 3 else ""
         security = Security(token=self._secrets["axon-ps"]["token"], tls=True).acting(Principal.OPERATOR, "default")
@@ -176,7 +176,7 @@ class Pods:
         except AxonError:
             return False
 
-    # ------------------------------------------------------------------ what Kubernetes makes of a template
+    # ------------------------------------------------------------------ the settings of a template
 
     def _environment(self, container: Manifest, pod: str) -> dict[str, str]:
         fields = {"metadata.name": pod, "metadata.namespace": NAMESPACE, "spec.nodeName": f"node-of-{pod}"}

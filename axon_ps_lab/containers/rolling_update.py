@@ -3,8 +3,9 @@
     make lab NAME=rolling-update        # needs docker, and the images of `docker-compose build`
 
 There is no cluster: the pods are containers, with the manifests' images, arguments, variables, DNS names, probes,
-signals and grace periods, and what a StatefulSet's controller does is done here (`pods.py`). Shows that no step
-is lost, and that none is aborted. Prints a table, and writes benchmarks/results/rolling_update.json.
+signals and grace periods. `pods.py` does the work of a StatefulSet's controller. The campaign checks that no step is
+lost, and that none is aborted while servers come and go. It prints a table, and writes
+benchmarks/results/rolling_update.json.
 """
 
 from __future__ import annotations

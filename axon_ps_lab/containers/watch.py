@@ -19,10 +19,10 @@ SOON_S = 150.0
 
 
 def output_of(*command: str) -> str:
-    """The output of a command.
+    """Return the output of a command.
 
     Raises:
-        RuntimeError: it failed; with what it printed.
+        RuntimeError: it failed; the message has its output.
     """
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -31,7 +31,7 @@ def output_of(*command: str) -> str:
 
 
 def address_of(container: str) -> str:
-    """The address at which this machine reaches a container."""
+    """Return the address at which this machine reaches a container."""
     return output_of("docker", "inspect", "-f", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}", container)
 
 
@@ -40,8 +40,8 @@ class Seen:
     """The observations since `Watch.mark`.
 
     Attributes:
-        committed: steps.
-        aborted: attempts.
+        committed: number of committed steps.
+        aborted: number of aborted attempts.
         pause_s: the longest time without a committed step.
     """
 
@@ -59,7 +59,7 @@ class Watch:
         job: its name, which the certificate that is made from the secret has too.
 
     Attributes:
-        lost: steps that had been committed, and were not any more. To be none.
+        lost: number of committed steps that were undone; it must be 0.
     """
 
     def __init__(self, address: Callable[[], str], token: str, job: str) -> None:
@@ -91,14 +91,14 @@ class Watch:
 
     @property
     def version(self) -> int:
-        """Of the first model, as seen last."""
+        """The version of the first model, by the last status."""
         return 0 if self._status is None else self._status.version
 
     def until(self, what: str, condition: Callable[[Status], bool], timeout_s: float = SOON_S) -> None:
-        """Wait for what the job does.
+        """Wait until the job's status meets a condition.
 
         Raises:
-            AssertionError: it does not.
+            AssertionError: it does not in time.
         """
         with self._changed:
             met = self._changed.wait_for(lambda: self._status is not None and condition(self._status), timeout_s)
@@ -149,4 +149,4 @@ SMALL: Sequence[str] = (
     "examples/train_gpt.py", "--layers=2", "--channels=64", "--heads=2", "--context=32", "--batch=2",
     "--eval-windows=8", "--compute=float32", "--time-budget-s=0", "--steps=1000000", "--out=/checkpoints/small",
 )  # fmt: skip
-"""A model that takes many small steps, for ever."""
+"""The command of a worker with a small model, which makes a million small steps."""

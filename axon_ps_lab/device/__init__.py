@@ -10,7 +10,7 @@ in real processes. The trace has each copy that a GPU would have made over PCIe.
 
 The stand-in behaves like NCCL in what axon_ps relies on. Calls of a communicator are matched by their order and not
 compared between ranks. Grouped calls start together. A wait ends by `abort` alone, or when a peer is gone. Reductions
-are NCCL's: a NaN is ignored in minima and maxima, averages of floats are multiplied before they are added. Its timing
+are NCCL's: a NaN is ignored in minima and maxima, the terms of an average are divided before they are added. Its timing
 differs: a call is done when it returns, so a missing synchronization of streams is not found.
 """
 

@@ -134,7 +134,7 @@ class Clique:
     """One rank's connections to all ranks of a unique id; all ranks make theirs at the same time.
 
     Args:
-        unique_id: from `new_unique_id`.
+        unique_id: an id of `new_unique_id`.
         world_size: number of ranks.
         rank: this rank's position.
     """

@@ -67,7 +67,7 @@ class StandIn:
 
     Attributes:
         trace: calls of NCCL, and copies.
-        memory: tells device memory from page-locked memory.
+        memory: device memory and page-locked memory.
     """
 
     trace: Trace

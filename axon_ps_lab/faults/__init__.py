@@ -1,7 +1,7 @@
 """Fault injection: kill, freeze, or disturb the connections of a running cluster at an exact moment.
 
 `FaultyCluster` is a `LocalCluster` in which each connection goes through a `TcpProxy`. The test arms moments of a step
-(`observe.moments`), at which processes then stop. `fault` names the faults, `driver` deals them.
+(`observe.moments`), at which processes then stop. `fault` names the faults, and `driver` injects them.
 """
 
 import warnings

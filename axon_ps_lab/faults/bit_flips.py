@@ -2,8 +2,8 @@
 
 The module is a plugin of shard servers, for `--plugins axon_ps_lab.faults.bit_flips` and a directory in the variable
 `AXON_PS_BIT_FLIPS`. A server with it listens on a Unix socket in that directory, and changes a bit for each call of
-`flip`. The bit is of values, a moment or a summed gradient. It is changed on the thread of the event loop, so that the
-test knows exactly what was changed.
+`flip`. The bit is of values, a moment or a summed gradient. It is changed on the thread of the event loop, so that
+nothing else changes meanwhile.
 """
 
 from __future__ import annotations

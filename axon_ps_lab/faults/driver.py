@@ -1,4 +1,4 @@
-"""`Driver`: strikes processes of a `FaultyCluster`; the grid, the soak and chaos decide which, by what and when."""
+"""`Driver`: strikes processes of a `FaultyCluster`; grid, soak and chaos choose processes, faults and moments."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Driver:
             struck: the processes; the coordinator alone for a fault of the state.
             release: called when the fault has begun.
             older: OLDER_STATE: the state that the successor finds.
-            seed: TRUNCATED_JOURNAL: of the length of the journal.
+            seed: TRUNCATED_JOURNAL: seed of the journal's new length.
 
         Returns:
             A note for the report.

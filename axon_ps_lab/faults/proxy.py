@@ -1,8 +1,8 @@
 """`TcpProxy`: a proxy between clients and a server on loopback that can disturb their connections.
 
 All proxies of a test run on one event loop in one thread (`Proxies`). Each direction of a connection is read by one
-task and written by another, with a bounded queue between them, so that bytes can be delayed without being lost: a
-connection keeps TCP's guarantees while it lives.
+task and written by another, with a bounded queue between them, so that bytes can be delayed without being lost. TCP's
+guarantees hold until a connection is ended.
 
 The connections of a process are found in `/proc` when a disturbance needs them.
 """
@@ -184,7 +184,7 @@ def _close(end: socket.socket, *, reset: bool) -> None:
 
 
 class TcpProxy:
-    """Forwards connections to a server. Made by `Proxies.open`; any thread may use it.
+    """Forwards connections to a server. `Proxies.open` makes it, and any thread may use it.
 
     Attributes:
         address: "host:port" where clients connect.
@@ -324,7 +324,8 @@ class Proxies:
     """The thread of all proxies of a test, as a context manager.
 
     Attributes:
-        stalled_s: the longest time for which the thread did not run, and no proxy forwarded anything. May be set to 0.
+        stalled_s: the longest time for which the thread did not run, and no proxy forwarded anything. It may be set to
+            0.
     """
 
     def __init__(self) -> None:

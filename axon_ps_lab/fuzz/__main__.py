@@ -3,15 +3,15 @@
     make lab NAME=fuzz ARGS="--seconds 3600"
     make lab NAME=fuzz ARGS="--beside 120"
 
-Two parts, each a part of the record, which keeps the other part:
+There are two parts. Each has a part of the record of its own:
 
   the attack    for `--seconds`: the targets inside of a process, guided by coverage, and real services under attack
                 with a job that trains beside, with pauses; attackers and targets give way to others of the machine
-  the job       for `--beside`: nothing but the services, their job and the attackers, in turns with and without an
+  the job       for `--beside`: nothing but the services, their job and the attackers, by turns with and without an
                 attack, so that a step's time says what an attack costs; the attackers have as much of the machine as
-                the job, which pauses between two steps, so that each gets what it wants
+                the job, which pauses between two steps, so that the machine is enough for both
 
-The record says how long each was, and what was promised and is not reached.
+The record has the duration of each part, and its promises with the measured values.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ TARGETS: Final = {
     "worker, another": "worker",
     "checkpoint directories": "files",
 }
-"""The processes, and what each attacks. The worker's half has two: it waits most of the time."""
+"""The processes, and the target of each. The worker's half has two, since it waits most of the time."""
 
 PROMISED: Final = {"messages": 1_000_000, "connections": 20_000, "directories": 10_000}
 MEMORY: Final = 1.10
 SLOWER: Final = 1.5
 PERIOD_S: Final = 60.0
-"""Seconds that real services are attacked at a time, before they are looked at."""
+"""Seconds that real services are attacked at a time, before they are checked."""
 
 BESIDE_S: Final = 10.0
-"""The same, where the job's steps are measured."""
+"""The same in the second part, in which the job's steps are measured."""
 
 MESSAGES_PER_S, CONNECTIONS_PER_S, SERVERS_PER_S = 200, 10, 1
-"""To real services, and hostile servers that the SDK meets: what 20,000 connections in an hour need, and some more."""
+"""Messages and connections to real services, and hostile servers that the SDK meets, in each second."""
 
 PAUSE_S: Final = 0.05
-"""Between two steps of the job, which takes all of the machine without: then every process beside makes it slower."""
+"""Pause between two steps of the job. Without it the job would use all of the machine, and attackers would slow it."""
 
 Row = dict[str, Any]
 
@@ -105,7 +105,7 @@ def _reported(name: str, process: subprocess.Popen[bytes], report: Path, until_s
 
 
 def attacked(made: Outside, seconds: float, period_s: float, seed: int, kinds: tuple[str, ...]) -> None:
-    """Attack real services in rounds, until the time is over, and at least two rounds."""
+    """Attack real services in rounds, until the time is over, and for at least two rounds."""
     amount = Amount(*(round(rate * period_s) for rate in (MESSAGES_PER_S, CONNECTIONS_PER_S, SERVERS_PER_S)))
     until_s, number = time.monotonic() + seconds, 0
     while number < 2 or time.monotonic() < until_s:

@@ -1,7 +1,7 @@
 """The attackers, in a process of their own that gives way to all others of the machine.
 
-So the job that trains beside pays for what the servers do, and not for what the attackers cost. The process says,
-as JSON in the end, what it has sent and what came of it.
+So the steps of the job that trains beside show the cost of the servers' work, and not that of the attackers. In the end
+the process prints the numbers of its messages and their results, as JSON.
 
     python -m axon_ps_lab.fuzz.attackers '{"ports": {...}, "token": "...", "seed": "1", "seconds": 10, ...}'
 """
@@ -35,16 +35,17 @@ class Orders:
     """The orders of attackers.
 
     Attributes:
-        ports: of the services, by name.
+        ports: ports of the services, by name.
         token: the job's.
         job: its name.
-        seed: of all choices.
-        cases: directory for what was sent before a finding.
-        seconds: how long, evenly spread; what is not sent by then is not sent. 0 = all of it, as fast as it goes.
+        seed: seed of all choices.
+        cases: directory for the messages that were sent before a finding.
+        seconds: duration, over which everything is spread evenly; later ones are dropped. 0 = everything is sent at
+            once.
         messages: sent in calls.
         connections: hostile ones, to services.
         servers: connections of the SDK's to hostile servers.
-        level: how much the process gives way, as of `nice`.
+        level: the niceness of the process, as of `nice`.
     """
 
     ports: dict[str, int]
@@ -61,18 +62,18 @@ class Orders:
 
 @dataclass(kw_only=True)
 class Attacked:
-    """The deeds of attackers.
+    """The results of attackers.
 
     Attributes:
-        began_s: when, by the clock that processes of a machine share.
-        seconds: how long.
+        began_s: time of the begin, by the clock that processes of a machine share.
+        seconds: duration of the attack.
         messages: sent in calls.
         connections: hostile ones, by kind.
-        statuses: how calls ended.
+        statuses: number of calls by the status with which they ended.
         met: connections to hostile servers.
         late: calls that took longer than they may by the clock, because the attackers were held up.
-        held_up_s: the longest time for which they were.
-        findings: number and text, by what.
+        held_up_s: the longest time for which they were held up.
+        findings: number and text of each finding, by its name.
     """
 
     began_s: float = 0.0
@@ -87,7 +88,7 @@ class Attacked:
 
 
 def attack(orders: Orders) -> Attacked:
-    """Have a process do it, and wait for its end.
+    """Start a process that attacks, and wait for its end.
 
     Raises:
         AssertionError: it failed.
@@ -102,7 +103,7 @@ def attack(orders: Orders) -> Attacked:
 
 
 async def attacked(orders: Orders) -> Attacked:
-    """Perform all of it, side by side."""
+    """Perform all attacks of the orders, side by side."""
     findings = Findings(Path(orders.cases))
     sockets = Sockets(findings, orders.ports, orders.job, orders.token)
     servers = HostileServers(findings)

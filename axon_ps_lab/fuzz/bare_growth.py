@@ -1,9 +1,9 @@
-"""The memory that hostile connections leave in a coordinator, beside what they leave in a bare gRPC server.
+"""The memory that hostile connections leave in a coordinator, compared with that in a bare gRPC server.
 
     python -m axon_ps_lab.fuzz.bare_growth [--connections 12000]
 
-Attacks a coordinator and a `grpc.aio` server with two handlers that do nothing, one after the other, with the same
-connections, and prints the resident memory of each after every twelfth of them.
+The program attacks a coordinator and a `grpc.aio` server with two handlers that do nothing, one after the other, with
+the same connections. It prints the resident memory of each after every twelfth of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ARENA_MAX: Final = -8  # malloc.h
 
 
 class Nothing(grpc.GenericRpcHandler):
-    """Reads what comes, and answers with nothing."""
+    """Reads all messages, and answers with empty ones."""
 
     def service(self, call: Any) -> Any:
         """See `grpc.GenericRpcHandler`."""
@@ -52,7 +52,7 @@ async def _answered(requests: Any, context: Any) -> Any:
 
 
 async def serve() -> None:
-    """Serve nothing, with as many arenas as our services have."""
+    """Run the bare server, with as many arenas as our services have."""
     ctypes.CDLL(None).mallopt(_ARENA_MAX, max(2, os.cpu_count() or 1))
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((Nothing(),))

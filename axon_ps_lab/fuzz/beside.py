@@ -1,6 +1,6 @@
 """The job that is attacked, as real processes: coordinator, two shard servers, one worker that trains all the time.
 
-The worker writes a line for every step: when, how long it took, whether it committed, and the loss, which depends on
+The worker writes a line for every step: its time, its duration, whether it committed, and the loss. The loss depends on
 every step before. So a step that was lost, or summed twice, shows.
 """
 
@@ -99,10 +99,10 @@ def _parsed(text: str) -> list[JobStep]:
 
 
 class AttackedServices:
-    """The services of a cluster: alive, healthy, how large.
+    """The services of a cluster, with their health, memory and open files.
 
     Args:
-        cluster: running.
+        cluster: the cluster, which runs.
     """
 
     def __init__(self, cluster: LocalCluster) -> None:

@@ -33,8 +33,8 @@ class LoopClock:
     """A clock of the running event loop.
 
     Attributes:
-        now_s: what it shows.
-        longest_s: the longest time that the loop has not turned.
+        now_s: the time that it shows.
+        longest_s: the longest time for which the loop did not run.
     """
 
     def __init__(self) -> None:

@@ -42,12 +42,12 @@ class Entropy:
 
 
 class GivenEntropy(Entropy):
-    """Choices that `data` makes, a byte each where that is enough; when it is used up, those of a seed made of it.
+    """Choices from `data`, a byte for each where that is enough. After its end they come from a seed made of it.
 
     So a change of one byte changes one choice, which is what a coverage-guided engine needs.
 
     Args:
-        data: from the engine.
+        data: data of the engine.
     """
 
     def __init__(self, data: bytes) -> None:

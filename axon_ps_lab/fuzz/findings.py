@@ -21,12 +21,12 @@ class Case:
     """The messages that were sent, in order.
 
     Attributes:
-        target: which target it is for.
-        what: an RPC's path, a decoder, or what the worker did.
+        target: the target that it is for.
+        what: an RPC's path, a decoder, or an action of the worker.
         messages: the encoded messages.
-        facts: what the job's names were then: they are exchanged for those of the job it is replayed in.
-        replies: of the worker's half, which reply each message took the place of: the RPC's path with the kind of
-            reply, and how many of those had come before in that call of the worker's.
+        facts: the job's names at that time; in a replay they are exchanged for those of the new job.
+        replies: worker's half: the reply that each message replaced: the RPC's path with the kind of reply, and the
+            number of earlier replies of that kind in the same call.
     """
 
     target: str
@@ -63,7 +63,7 @@ class Findings:
     """The findings, each kind once.
 
     Args:
-        directory: where cases are written.
+        directory: the directory of the cases.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -124,7 +124,7 @@ class LoggedTracebacks(logging.Handler):
 
 
 def where(error: BaseException) -> str:
-    """Return an error's class, and where it was raised: findings that share both are one."""
+    """Return an error's class and its location in the code: findings that share both are one."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "axon_ps" in f.filename] or frames[-1:]
     location = f"{Path(ours[-1].filename).name}:{ours[-1].name}" if ours else "nowhere"

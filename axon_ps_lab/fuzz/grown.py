@@ -1,10 +1,10 @@
 """Messages grown from the schema: of a valid shape with hostile values, and then damaged; or real ones, changed.
 
-Everything is written by hand as protobuf's wire format, so that what the protobuf library would never write is there,
-too: fields twice, of a wrong wire type, unknown ones, lengths that lie, groups, numbers too long.
+The messages are encoded here in protobuf's wire format, so that they also contain bytes that the protobuf library would
+never write: fields twice, of a wrong wire type, unknown ones, false lengths, groups, numbers too long.
 
-Owns: the bytes. Refuses: to know whom they are sent to. `Facts` has what is true in a job, so that most messages get
-past the first check of a servicer; `Grower` keeps what would write to a disk to a directory of its own.
+Owns: the bytes. Refuses: to know their receivers. `Facts` has values that are valid in a job, so that most messages
+pass the first check of a servicer. `Grower` confines checkpoints on disk to a directory of its own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Facts:
         numbers: right values of integer and enum fields, by field name.
         texts: right values of text fields, by field name.
         seeds: real messages, by full name of their type.
-        directory: where checkpoints may be written; empty = they never are.
+        directory: the directory in which checkpoints may be written; empty = they never are.
     """
 
     numbers: dict[str, list[int]] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Grower:
     """Grows messages.
 
     Args:
-        facts: what is true; may change at any time.
+        facts: valid values, which may change at any time.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -258,7 +258,7 @@ class Grower:
         return b"".join(fields)
 
     def _safe(self, kind: Descriptor, data: bytes) -> bytes:
-        """Return the message, with a URI that is ours."""
+        """Return the message, with one of `uris` as its URI."""
         if (f := kind.fields_by_name.get("uri")) is None:
             return data
         try:
@@ -326,7 +326,7 @@ DAMAGES: Final[Sequence[Callable[[bytes, Entropy], bytes]]] = (
     *(_truncated, _truncated, _flipped, _flipped, _flipped),
     *(_appended, _unknown, _lying_length, _deep, _long_varint, _twice),
 )
-"""Damages to a whole message."""
+"""Damages to an entire message."""
 
 
 def kinds(module: Any) -> list[Descriptor]:

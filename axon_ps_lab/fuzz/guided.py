@@ -1,7 +1,7 @@
 """One target in a process of its own, guided by coverage: atheris instruments axon_ps, libFuzzer chooses the bytes.
 
-If atheris does not exist for this Python, the choices come from a seed instead; the report says so. It is written
-every second, since libFuzzer ends the process itself.
+If atheris does not exist for this Python, the choices come from a seed instead, as the report notes. The report is
+written every second, since libFuzzer ends the process itself.
 
     python -m axon_ps_lab.fuzz.guided services REPORT.json --seconds 60 --seed 1
 """
@@ -44,7 +44,7 @@ REPLAYS: Final = 20
 """Most times that a file is sent until it is a finding: messages to several members arrive in any order."""
 
 WARM_UP: Final = 0.1
-"""Part of the time after which memory is looked at first: by then everything has been compiled and cached."""
+"""Part of the time after which memory is measured first: by then everything has been compiled and cached."""
 
 
 class FuzzTarget(Protocol):
@@ -76,14 +76,14 @@ def target(name: str, findings: Findings, directory: str) -> Any:
 
 
 class Run:
-    """A target until its time, or its budget of messages, is over.
+    """Runs a target until its time, or its budget of messages, is over.
 
     Args:
         made: the target.
         findings: its findings.
-        report: where the report is written.
-        seconds: how long; 0 = the budget counts alone.
-        messages: how many messages; 0 = the time counts alone.
+        report: the file of the report.
+        seconds: the time; 0 = the budget counts alone.
+        messages: the budget of messages; 0 = the time counts alone.
     """
 
     def __init__(self, made: Any, findings: Findings, report: Path, seconds: float, messages: int) -> None:
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """True if it is; also if the process that waits for it has ended."""
+        """True if time or budget are used up, or the process that waits for this one has ended."""
         if os.getppid() != self._parent:
             return True
         done = time.monotonic() - self._began_s
@@ -187,7 +187,7 @@ def main() -> None:
     guide = atheris is not None and not options.unguided and not replay
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(contextlib.chdir(directory))  # what has a relative name is written there
+        stack.enter_context(contextlib.chdir(directory))  # files with relative names are written there
         if guide:
             loops = [module.name for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")]
             with atheris.instrument_imports(include=list(PREFIXES), exclude=loops):  # numba cannot compile those

@@ -1,7 +1,6 @@
-"""Real services under attack, in periods: a quiet one, one in which others of the same machine are attacked, an attack.
+"""Real services under attack, in periods: quiet ones, attacks, and attacks on another cluster of the same machine.
 
-The period in between says what the attacker itself costs, which shares this machine with the job: it is the same
-attack, on the services of another cluster.
+The last kind shows the cost of the attacker itself, which shares this machine with the job.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from axon_ps_lab.fuzz.priorities import LOW
 
 JOB: Final = "fuzz"
 SETTLED_S: Final = 20.0
-"""Seconds that services may take to close what attackers have left."""
+"""Seconds that services may take to close the connections that attackers have left."""
 
 MORE_FILES: Final = 12
-"""Most descriptors that a service may have beyond those before: connections of the job that were made anew."""
+"""The most descriptors that a service may have beyond its first count: connections of the job that were made anew."""
 
 COMPARED: Final = 4_000
-"""Steps whose losses are compared, from the first on: they are made again, which takes as long."""
+"""The most steps whose losses are compared. They are made again without an attack, which takes as long."""
 
 QUIET, ELSEWHERE, ATTACK = "quiet", "elsewhere", "attack"
 PERIODS: Final = (QUIET, ELSEWHERE, ATTACK)
@@ -47,9 +46,9 @@ class Amount:
     """The amount of attacks in a period.
 
     Attributes:
-        messages: sent in calls.
-        connections: hostile ones, to services.
-        servers: connections of the SDK's to hostile servers.
+        messages: number of messages sent in calls.
+        connections: number of hostile connections to services.
+        servers: number of the SDK's connections to hostile servers.
     """
 
     messages: int = 400
@@ -63,9 +62,9 @@ class Period:
 
     Attributes:
         kind: quiet, elsewhere or attack.
-        began_s: when.
-        seconds: how long.
-        steps: of the job.
+        began_s: time of its begin.
+        seconds: its length.
+        steps: the job's steps.
     """
 
     kind: str
@@ -85,11 +84,11 @@ class Outside:
     """See the module.
 
     Args:
-        findings: where findings go.
-        cluster: with a worker that trains.
-        other: an unused cluster; None = no period is elsewhere.
-        path: where the worker writes its steps.
-        level: how much attackers give way to others, as of `nice`.
+        findings: gets the findings.
+        cluster: the cluster, with a worker that trains.
+        other: an unused cluster; None = there are no attacks on another cluster.
+        path: the file of the worker's steps.
+        level: niceness of the attackers.
     """
 
     def __init__(
@@ -121,9 +120,9 @@ class Outside:
 
         Args:
             kind: quiet, elsewhere or attack.
-            seed: of its choices.
-            amount: how much is sent, unless it is quiet.
-            seconds: over how much time that is spread; 0 = as fast as it goes.
+            seed: seed of its choices.
+            amount: amount of attacks, unless the period is quiet.
+            seconds: time over which they are spread; 0 = as fast as possible.
         """
         began_s = time.monotonic()
         if kind == QUIET:
@@ -138,7 +137,7 @@ class Outside:
         return period
 
     def _attack(self, kind: str, seed: str, amount: Amount, seconds: float) -> float:
-        """Attack, and return when it began."""
+        """Attack, and return the time of the begin."""
         ports, token = self._targets[kind]
         self._attacks += 1
         done = attack(
@@ -169,7 +168,7 @@ class Outside:
         return done.began_s
 
     def _look(self, seed: str) -> None:
-        """Check after an attack that they live and have closed what attackers left; record their memory."""
+        """Check that the services live and have closed the attackers' connections; record their memory."""
         if dead := self.services.dead():
             self._findings.add(f"{dead} died", [Case("sockets", seed)], self.logs())
             return
@@ -215,9 +214,10 @@ class Outside:
         return {kind: 1000 * max(steps) for kind in PERIODS if (steps := self._took_s(kind))}
 
     def worst_windows(self) -> dict[str, float]:
-        """Return the worst window's median step, by kind of period; the mean of the two nearest quiet ones is 1.
+        """Return the worst window's median step, by kind of period.
 
-        The multiple of the quiet periods is the variation of the machine itself.
+        It is a multiple of the mean of the two nearest quiet periods. That of quiet periods is the machine's own
+        variation.
         """
         quiet = [(t.began_s, statistics.median(t.windows_ms())) for t in self.periods if t.kind == QUIET and t.steps]
         found: dict[str, float] = {}
@@ -229,7 +229,7 @@ class Outside:
         return found
 
     def growth(self) -> dict[str, float]:
-        """Return the memory of each service in the last tenth of the attacks; that after the first tenth is 1."""
+        """Return the memory of each service in the last tenth of the attacks, relative to that after the first."""
         tenth = max(1, len(self.memory_mib) // 10)
         before, after = self.memory_mib[tenth - 1 : 2 * tenth - 1], self.memory_mib[-tenth:]
         return {
@@ -248,11 +248,11 @@ def outside(
     """Run a cluster with a job that trains in this context; its worker must end without an error.
 
     Args:
-        findings: where findings go.
-        directory: for what the worker writes.
-        level: how much attackers give way to others, as of `nice`.
-        pause_s: between two steps of the job.
-        elsewhere: there is another cluster, for periods that are elsewhere.
+        findings: gets the findings.
+        directory: directory for the worker's files.
+        level: niceness of the attackers.
+        pause_s: seconds between two steps of the job.
+        elsewhere: whether there is another cluster for attacks.
 
     Raises:
         AssertionError: the job did not begin.

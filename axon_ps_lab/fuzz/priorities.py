@@ -1,4 +1,4 @@
-"""Processes that give way to others of their machine."""
+"""Lower priorities for processes that share a machine with others."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Final
 
 LOW: Final = 8
-"""A sixth of what others get."""
+"""A niceness that leaves a process a sixth of another's processor time."""
 
 LOWER: Final = 12
-"""A fifteenth of it."""
+"""A niceness that leaves a process a fifteenth of another's processor time."""
 
 
 def give_way(pid: int, level: int) -> None:
-    """Have a process get less, whether the scheduler weighs processes or sessions (autogroups) first.
+    """Lower the priority of a process, also under a scheduler that weighs sessions (autogroups) first.
 
-    If it weighs sessions, a priority of the process itself does not count among those of other sessions: begin it in
-    one of its own. A session that others have begun is left as it is.
+    Such a scheduler compares niceness only within a session. So begin the process in a session of its own; the session
+    of another process is left as it is.
     """
     if os.getsid(pid) == pid:
-        with contextlib.suppress(OSError):  # there is no such file where it weighs processes alone
+        with contextlib.suppress(OSError):  # the file is missing without autogroups
             Path(f"/proc/{pid}/autogroup").write_text(str(level))
-    with contextlib.suppress(OSError):  # it may not be raised, and never is
+    with contextlib.suppress(OSError):  # the priority of a process may not be raised
         os.setpriority(os.PRIO_PROCESS, pid, level)

@@ -72,7 +72,7 @@ class SimulatedCollectives:
     """See the module.
 
     Args:
-        client: of the worker.
+        client: the worker's client.
         may_fail: returns True if something has happened by which an operation may fail.
     """
 

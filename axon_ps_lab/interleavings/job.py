@@ -82,7 +82,7 @@ class Disk(MemoryStateStore):
 
     Attributes:
         batches: the batches that were written to it.
-        fails: whether the next batch is not written, but an error raised.
+        fails: whether the next batch is lost with an error.
     """
 
     def __init__(self, batches: Sequence[Sequence[Record]] = ()) -> None:
@@ -140,7 +140,7 @@ class Truth:
         self._restored: set[int] = set()  # epochs of which the first values are known
 
     def written(self, values: Mapping[str, bytes]) -> None:
-        """Take records that the coordinator has stored: the epoch of the parameters when a generation began."""
+        """Note the parameters' epoch at the begin of each generation, from records that the coordinator has stored."""
         if value := values.get("parameters"):
             self._epoch = state_pb2.ParametersRecord.FromString(value).epoch
         if value := values.get("members"):
@@ -215,7 +215,7 @@ class SimulatedWorker:
         self._collective_client.probe(self.client.connectivity)
         self._collectives = SimulatedCollectives(self._collective_client, lambda: job.may_fail)
         self.view = JobView(lambda: self.client.incarnation, TIMEOUT_S)
-        none: Any = None  # the loop of threads that call it
+        none: Any = None  # the loop of the threads that call the worker
         self.steps = StepClient(none, self.client, self._shards, self.view)
 
     def _on_event(self, event: Any) -> None:
@@ -321,7 +321,7 @@ class SimulatedWorker:
     async def _pushed(
         self, ticket: Any, pushes: Sequence[asyncio.Task[None]], collective: asyncio.Task[None]
     ) -> str | None:
-        """Wait for the pushes, and for the step's collective unless the step is over; return why, if in vain."""
+        """Wait for the pushes, and for the step's collective unless the step is over; return a push's error."""
         left = {*pushes, collective}
         while left:
             _, left = await asyncio.wait(left, timeout=1.0)
@@ -433,7 +433,7 @@ class Job:
         self._truths: dict[str, Truth] = {}
         self._stored = ""  # id of the state that is on the disk
         self._lives = itertools.count(1)
-        self._lost_disk = 0  # the lives before that one are of the job before
+        self._lost_disk = 0  # earlier lives are of the former job
         self._roles = ["coordinator", *(f"shard-{i}" for i in range(shards)), *(f"worker-{i}" for i in range(workers))]
 
     @property

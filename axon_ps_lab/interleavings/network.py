@@ -1,8 +1,8 @@
 """A virtual network between the processes of a simulation, in place of the calls inside one process.
 
 Messages of a stream come in order and after a random delay, those of different streams in any order. A link between two
-processes can be cut, both ways or one (nothing arrives, and after a while of silence, as of gRPC's keepalive, its calls
-break), slow, or reset. A process that was killed is found dead by its peers.
+processes can be slow, reset, or cut in one or both directions. On a cut link nothing arrives, and after a while of
+silence its calls break, as by gRPC's keepalive. The calls of a process that was killed break, too.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Network:
         self.struck_s = max(self.struck_s, self.loop.time())
 
     def _break(self, one: str, other: str) -> None:
-        if (one, other) in self._cut or (other, one) in self._cut:  # what is not acknowledged is not there
+        if (one, other) in self._cut or (other, one) in self._cut:  # neither direction has acknowledgements
             for call in self._of(lambda c: c.link == frozenset((one, other))):
                 call.broken("the link is silent")
 

@@ -1,7 +1,7 @@
 """Bugs planted one at a time, which the simulation has to find: `python -m axon_ps_lab.interleavings.planted`.
 
-Each is a small change of the product's source, made while it is imported. Those that the simulation has found in the
-product say so. For each the first seed that fails is printed, with its error.
+Each is a small change of the product's source, made while it is imported. For each the first seed that fails is
+printed, with its error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Plant:
         right: text that occurs there once.
         wrong: the text that is there instead.
         real: its effect when it was a bug of the product; empty = it never was one.
-        rare: whether fewer than one seed in 3,000 shows it: the faults that it takes seldom come together.
+        rare: whether fewer than one seed in 3,000 shows it, since the faults for it seldom come together.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Simulates seeds on every core for some minutes, and keeps a record: `python -m axon_ps_lab.interleavings.record`.
+"""Simulates seeds on every core for some minutes, and writes a record: `python -m axon_ps_lab.interleavings.record`.
 
 Failures are printed, and are in the record, `benchmarks/results/simulation.json`, too: a row for each run, with the
 commit that was simulated. With `--add` the earlier rows stay. The record is written every few minutes.

@@ -1,6 +1,6 @@
 """Simulates a job under faults: `python -m axon_ps_lab.interleavings --seeds 0:100`.
 
-A seed decides all delays and faults. The same seed gives the same trace.
+All delays and faults follow from a seed. The same seed gives the same trace.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Faults:
 
     Args:
         job: the job that they happen to.
-        network: counts them, with those that are left out.
-        rng: decides all of them.
+        network: its `faults` counts them, with those that are left out.
+        rng: source of all random choices.
         last_s: seconds in which they happen.
         only: the numbers of those that happen; None = all.
     """
@@ -169,7 +169,7 @@ class Faults:
 
     def _reset(self, one: str, other: str) -> None:
         if "coordinator" in (one, other) and self._job.is_changed and not self._job.directory:
-            return  # a step may be committed before it is back, and then it alone has it
+            return  # a step may be committed before it is back, and changed memory be its only copy
         self._network.note(f"reset {one} {other}")
         self._network.reset(one, other)
 
@@ -236,7 +236,7 @@ def simulate(seed: int, only: Collection[int] | None = None) -> list[str]:
     """Simulate a job; returns its trace.
 
     Args:
-        seed: decides what happens.
+        seed: seed of all delays and faults.
         only: the numbers of the faults that happen; None = all.
 
     Raises:
@@ -252,7 +252,7 @@ _frozen_before = functools.cache(gc.get_freeze_count)
 
 @contextlib.contextmanager
 def _own_garbage() -> Iterator[None]:
-    """Collect garbage once, of the body's objects only: collections took a seventh of the time."""
+    """Collect garbage once, of the body's objects only; automatic collections took a seventh of the time."""
     enabled, frozen = gc.isenabled(), _frozen_before()
     gc.disable()
     gc.freeze()
@@ -290,7 +290,7 @@ def _simulate(seed: int, only: Collection[int] | None) -> list[str]:
 
 
 def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
-    """Return how many faults a seed that fails with `error` needs, and its error with those alone.
+    """Return the number of faults with which a seed still fails, and its error with those alone.
 
     Faults are left out, half of them, then a quarter, ..., as long as it still fails (Zeller & Hildebrandt 2002,
     "Simplifying and isolating failure-inducing input"; not necessarily the least number).

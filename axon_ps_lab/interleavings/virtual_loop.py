@@ -34,7 +34,7 @@ LONG_S: Final = 0.5
 """The most seconds of some of that work, as of a large model or on a busy machine."""
 
 ONE_IN: Final = 16
-"""One in this many works takes up to `LONG_S`."""
+"""One in so many pieces of a thread's work takes up to `LONG_S`."""
 
 process: ContextVar[str] = ContextVar("process", default="")
 """The process that a task belongs to; "" = the simulation itself."""
@@ -53,7 +53,7 @@ class _Killed(BaseException):
 
 
 class _Thread:
-    """Something that runs in a thread, while the loop stands still, until it ends or waits for another one."""
+    """Work in a thread while the loop stands still, until the work ends or waits for another thread."""
 
     current = threading.local()
 
@@ -79,7 +79,7 @@ class _Thread:
     def kill(self) -> None:
         """End it where it waits."""
         self._killed = True
-        if not self._ended:  # the thread itself lives a little longer than what it runs
+        if not self._ended:  # the thread lives a little longer than its work
             self.resume()
         self._thread.join()
 
@@ -145,7 +145,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """See the module.
 
     Args:
-        rng: decides all choices.
+        rng: source of all random choices.
 
     Attributes:
         now_s: the time.
@@ -196,7 +196,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         pass  # it is passed over at its time
 
     def _run_once(self) -> None:
-        """Run what is ready; if nothing is, time passes until something is."""
+        """Run the callbacks that are ready; if there are none, time passes until there is one."""
         timers, ready = self._timers, self._ready
         self._iterations += 1
         while not ready and not self._stopping:
@@ -240,7 +240,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """End a process: its tasks are cancelled, and its work in threads is dropped."""
         self._dead.add(name)
         tasks = sorted(self._tasks_of.pop(name, ()), key=lambda t: t.number)
-        self._killed += tasks  # what waits for a thread of the process waits for ever
+        self._killed += tasks  # tasks that wait for a thread of the process do not end
         for task in tasks:
             task.cancel()
 
@@ -268,7 +268,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         name, took_s = process.get(), self.rng.uniform(0.0, LONG_S if self.rng.randrange(ONE_IN) == 0 else THREAD_S)
         busy_until_s = 0.0 if executor is None else self._busy_until.get(executor, 0.0)
         ends_s = max(self.now_s, busy_until_s) + took_s
-        if executor is not None:  # of one thread, as all of a service that matter
+        if executor is not None:  # of one thread, as those of a service
             self._busy_until[executor] = ends_s
         self.call_at(ends_s, lambda: self.in_thread(run) if self.lives(name) else None)
         return future

@@ -1,4 +1,4 @@
-"""The hosts of a scenario, and their use by transfers, updates and compute.
+"""The hosts of a scenario, and the use of their resources by transfers, updates and compute.
 
 Equal hosts are one `Hosts` with a count: they do the same at the same time. A transfer between all workers of a group
 and all servers is one activity, whose unit is an element between one pair.
@@ -19,7 +19,8 @@ from axon_ps_lab.simulate.tables import WorkersTable, wire_bytes
 RECEIVED = 0.94
 """The fraction of its rate at which a card receives from several hosts that send at once.
 
-Their TCPs lose packets and wait (incast; Chen et al. 2009, https://doi.org/10.1145/1592681.1592693).
+TCP then loses packets, and waits before it sends again (incast; Chen et al. 2009,
+https://doi.org/10.1145/1592681.1592693).
 """
 FAR = 0.84
 """The fraction of its rate that a line with a long round trip carries: bursts fill its queue, and TCP recovers slowly.

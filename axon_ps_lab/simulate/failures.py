@@ -1,4 +1,4 @@
-"""The useful part of the time when hosts die: a job's life in virtual time, with deaths drawn from a seed.
+"""The useful part of a job's time when hosts die, from its life in virtual time with deaths drawn from a seed.
 
 Owns: the cost of a death. A step in which a worker dies or joins is repeated by all workers. A worker that dies under
 local steps loses its own progress since the last outer steps. The death of a shard server is a pause if there is a
@@ -19,7 +19,7 @@ from random import Random
 from axon_ps_lab.simulate.scenario import Scenario
 
 _DEATHS = 4000
-"""Deaths in a life: the mean is then within two percent of that of more deaths."""
+"""Deaths in a life; with so many, the mean is within two percent of that of more deaths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def goodput(scenario: Scenario, step_s: float, *, horizon_s: float = 0.0, seed: 
     """Return the part of the time that is useful in spite of deaths.
 
     Args:
-        scenario: its failures say how often hosts die, and with which effects.
+        scenario: the scenario, with the frequency and effects of deaths.
         step_s: seconds of a step; under "local_steps" of an inner one.
         horizon_s: length of the simulated life, from its beginning; 0 = long enough for a mean.
         seed: seed of the times of the deaths.
@@ -51,7 +51,7 @@ def goodput(scenario: Scenario, step_s: float, *, horizon_s: float = 0.0, seed: 
     for kind, count, mtbf_h in (workers, servers):
         if mtbf_h:
             rate = count / (mtbf_h * 3600)
-            begin_s = 0.0 if horizon_s else failures.worker_away_s  # by then as many are away as later
+            begin_s = 0.0 if horizon_s else failures.worker_away_s  # then the number of absent hosts is steady
             life = _Life(scenario, step_s, Random(seed), begin_s)
             life.play(kind, rate, horizon_s or begin_s + _DEATHS / rate)
             useful *= life.counted / life.there if life.there else 0.0

@@ -1,9 +1,9 @@
-"""Virtual time in which activities share resources: lines, loops, processors. No I/O.
+"""Virtual time in which activities share resources: lines, loops, processors. It does no I/O.
 
-Every activity moves at a rate that is bounded by the resources it uses, as water by pipes. When an activity begins or
-ends, all rates are computed anew. The rates are max-min fair: all grow together until a resource is used up; the rates
-of its users then stay, and the others grow on (Bertsekas & Gallager, Data Networks, 6.5.2). Casanova et al. found such
-models of TCP within some percent of simulated packets (2014, SimGrid, https://doi.org/10.1016/j.jpdc.2014.06.008).
+The rate of every activity is bounded by the resources that it uses. When an activity begins or ends, all rates are
+computed anew. The rates are max-min fair: all grow together until a resource is used up; then the rates of its users
+stay, and the others grow on (Bertsekas & Gallager, Data Networks, 6.5.2). Such models of TCP are within some percent of
+simulations of packets (Casanova et al. 2014, SimGrid, https://doi.org/10.1016/j.jpdc.2014.06.008).
 
 Owns: rates and the ends of activities. Refuses: knowledge of what the activities are.
 """
@@ -21,7 +21,7 @@ Process: TypeAlias = Generator[simpy.Event, Any, Any]
 Wanted: TypeAlias = tuple[Mapping["Resource", float], float, float]
 
 _REST = 1e-9
-"""Seconds of work that may be left when an activity ends: rounding leaves that much."""
+"""Seconds of work that may be left when an activity ends, because of rounding."""
 _ROUNDING = 1 + 1e-12
 
 
@@ -91,7 +91,7 @@ class Fluid:
             self.env.timeout(0.0).callbacks.append(self._settle)
 
     def advance(self) -> None:
-        """Add what was done and used until now."""
+        """Count the work done and the resources used until now."""
         elapsed_s, self._since_s = self.env.now - self._since_s, self.env.now
         if elapsed_s:
             for activity in self._active:

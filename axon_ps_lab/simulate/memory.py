@@ -1,4 +1,4 @@
-"""Memory of workers and servers, by the rules of the code that allocates it. Pure.
+"""Memory of workers and servers, by the rules of the code that allocates it. It is pure.
 
 A worker's memory is that of parameters, gradients and buffers of messages, without activations and the program's own
 needs. A server's memory is that of its slices, as `sharding.memory` computes it before placement.

@@ -23,8 +23,8 @@ class WireCost:
         server_gather_s: seconds of the shard server, for an element of an AllGather.
         worker_push_s: seconds of the worker, for an element of a ReduceScatter.
         server_push_s: seconds of the shard server, for an element of a ReduceScatter, the sum included.
-        server_encode_s: seconds of the shard server, for an element that a step commits, beside the optimizer's
-            arithmetic: a version is encoded once for all workers.
+        server_encode_s: seconds of the shard server, for an element that a step commits, without the optimizer's
+            arithmetic; a version is encoded once for all workers.
     """
 
     worker_gather_s: float
@@ -169,4 +169,4 @@ DEFAULT: Final = Profile(
         ),
     },
 )
-"""*Measured* on two cores of an AMD EPYC at 2.6 GHz, shared with others: medians of eight runs."""
+"""Medians of eight runs, *measured* on two cores of an AMD EPYC at 2.6 GHz that also ran other work."""

@@ -26,7 +26,7 @@ from axon_ps_lab.simulate.tables import DTYPES, Failures, Job, ModelTable, Netwo
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """The subject of a simulation: the whole file.
+    """The subject of a simulation: all tables of the file.
 
     Raises:
         InvalidRequest: a value is invalid.
@@ -153,7 +153,7 @@ class Scenario:
 
     @property
     def _unit_numels(self) -> list[int]:
-        """Elements of each unit: the root first, as in a wrapped model; under "local_steps" of each fragment."""
+        """Elements of each unit, the root first as in a wrapped model; under "local_steps", of each fragment."""
         model, fragments = self.model, self.job.fragments
         if self.job.strategy != "local_steps":
             return [model.root_numel, *([model.block_numel] * model.blocks)]

@@ -55,7 +55,7 @@ class StepTimes:
 
     @property
     def bottleneck(self) -> str:
-        """The resource in use for most of a step; where it is in use for less than half of it, the text says so."""
+        """The resource in use for most of a step, as text; after "waits" if it is in use for less than half of it."""
         name, fraction = next(iter(self.in_use.items()))
         return (
             f"{name} ({fraction:.0%} of a step)"
@@ -110,7 +110,7 @@ class _Job:
         step.updated[unit][stage].succeed()
 
     def vote(self, number: int) -> simpy.Event:
-        """Vote for a group; returns the event of the decision."""
+        """Count the vote of a group; returns the event of the decision."""
         step = self.step(number)
         step.votes += 1
         if step.votes == len(self.cluster.workers):
@@ -159,7 +159,7 @@ class _Worker:
     # ------------------------------------------------------------------ transfers
 
     def _in_node(self, unit: int) -> simpy.Event:
-        """Share a unit among the devices of a node, or sum its gradients: a ring, (N - 1) / N of the bytes each way."""
+        """Share a unit among a node's devices, or sum its gradients, by a ring: (N - 1) / N of the bytes each way."""
         devices = self._kind.devices
         size_bytes = wire_bytes(self._cluster.scenario.job.compute, self._numel[unit])
         return self._env.timeout(size_bytes * (devices - 1) / devices / (self._kind.device_gb_per_s * 1e9))
@@ -174,7 +174,7 @@ class _Worker:
             yield permit
 
     def _gather(self, unit: int, step: _Step | None = None) -> Process:
-        """Gather a unit; for a step that is not decided, chunk by chunk, as the chunks are updated."""
+        """Gather a unit; for a step that is not decided, in stages, each once it is updated."""
         yield self._env.timeout(self._cluster.rtt_s / 2)
         with self._permit(inward=True) as permit:
             yield permit
@@ -222,7 +222,7 @@ class _Worker:
         return not unit or self._resident or self._used(self._have) + gather_bytes <= self._budget
 
     def _prefetch(self, upcoming: Iterable[int], step: _Step | None = None) -> None:
-        """Gather the units needed next while memory is free; with a step just decided, each unit once it is updated."""
+        """Gather the units needed next while memory is free; with a `step`, each of their stages once it is updated."""
         for unit in upcoming:
             if unit in self._have:
                 continue
@@ -271,7 +271,7 @@ class _Worker:
             self._have.pop(unit, None)
 
     def run(self) -> Process:
-        """Simulate all steps."""
+        """Simulate all steps of the workers."""
         for number in range(_STEPS):
             yield from self._forward()
             expected: dict[int, simpy.Event] = {}
@@ -333,7 +333,7 @@ class _Worker:
 
 
 class _LocalSteps(_Worker):
-    """Workers that make H / P inner steps, and then an outer step of a fragment; see `parallel.diloco`."""
+    """Workers that make inner steps, and then an outer step of a fragment; see `parallel.diloco`."""
 
     def run(self) -> Process:
         """Simulate `_STEPS` outer steps, each of the next fragment."""
@@ -362,7 +362,7 @@ class _LocalSteps(_Worker):
 
 @dataclass(frozen=True)
 class _Total:
-    """The counters at the end of a step."""
+    """The counters at the end of a step, summed since the begin."""
 
     now_s: float
     waits: tuple[float, ...]

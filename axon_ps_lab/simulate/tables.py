@@ -16,17 +16,17 @@ STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "local_steps")
 BUFFERS = 2
 """Buffers of the size of the largest unit, for parameters and for gradients.
 
-This is `parallel.fsdp.gathering.BUFFERS`, which cannot be imported without PyTorch.
+It is equal to `parallel.fsdp.gathering.BUFFERS`, which cannot be imported without PyTorch.
 """
 DTYPES = {dtype.torch_name: dtype for dtype in WIRE_DTYPES}
 _ETHERNET, _IP_AND_TCP = 14, 52  # bytes of headers; TCP's with timestamps
 _FLOPS = 6
-"""Operations for a parameter and token, forward 2 and backward 4 (Kaplan et al. 2020, section 2.1)."""
+"""Operations for a parameter and token: 2 of forward and 4 of backward (Kaplan et al. 2020, section 2.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTable:
-    """`[model]`: numbers of elements that are gathered together, in forward order.
+    """`[model]`: numbers of elements of its units, in forward order.
 
     Attributes:
         blocks: number of equal units, such as the layers of a transformer.
@@ -44,7 +44,7 @@ class ModelTable:
 
     @classmethod
     def transformer(cls, *, layers: int, width: int, vocabulary: int, tied: bool = True) -> Self:
-        """Make a decoder of `layers` layers: 12 width² + 13 width each, embedding and head besides (as GPT-2)."""
+        """Make a decoder like GPT-2: layers of 12 width² + 13 width elements, and an embedding and a head beside."""
         heads = 1 if tied else 2
         return cls(blocks=layers, block_numel=12 * width**2 + 13 * width, root_numel=heads * vocabulary * width)
 
@@ -67,7 +67,7 @@ class Job:
         clip: whether gradients are clipped by their global norm.
         offload_params: whether host memory retains gathered parameters (`CPUOffload.PARAMS`).
         replication: copies of a slice on servers; 0 = two if there are two servers or more, else one.
-        steps: number of steps that the job makes; 0 = unknown.
+        steps: number of steps of the job; 0 = unknown.
         tokens: tokens, or samples, of a worker (or of each device of its node) in a step; the unit of throughput.
         inner_steps: inner steps between two outer steps of a parameter, under "local_steps".
         fragments: number of fragments of the model, under "local_steps".
@@ -120,8 +120,8 @@ class WorkersTable:
     Attributes:
         count: number of hosts.
         devices: GPUs of each host; above 1 under "hybrid_shard", where they share the model.
-        compute_s: seconds that forward and backward of a step take on a device, alone; or else `flops`.
-        flops: operations a second that a device achieves with this model; their number follows from `tokens`.
+        compute_s: seconds that forward and backward of a step take on a device without transfers; 0 = by `flops`.
+        flops: operations a second that a device achieves with this model, for times by `tokens`; 0 = by `compute_s`.
         device: the kind of device: "gpu"; "cpu", the host's own cores; or "emulated", an accelerator that works on host
             memory and takes no core, as in benchmarks.
         cores: cores of a host; 0 = as many as the profile's machine has.
@@ -161,7 +161,7 @@ class Servers:
     """`[servers]`: hosts with one shard server each.
 
     Attributes:
-        count: number of hosts; 0 = one shard server on each worker's host, behind its card.
+        count: number of hosts; 0 = one shard server on each worker's host, with the same network card.
         cores: cores of a host; 0 = as many as the profile's machine has.
         rate_mbit: rate of a host's network card, each way.
         per_hour: price of a host.
@@ -185,7 +185,7 @@ class Network:
     Attributes:
         rtt_ms: round trip between a worker and a server, and to the coordinator.
         mtu: the most bytes of a packet, its IP header included.
-        shared_cores: cores of the one machine of which all hosts are containers; 0 = each host has its own cores.
+        shared_cores: cores of the machine if all hosts are its containers; 0 = each host has its own cores.
     """
 
     rtt_ms: float = 0.2
@@ -214,9 +214,9 @@ class Failures:
         server_mtbf_h: mean time between failures of one shard server; 0 = they do not fail.
         server_away_s: seconds until the server's successor runs.
         promote_s: seconds until a backup has taken over, where slices have several copies.
-        checkpoint_every_s: seconds between checkpoints; 0 = none: a job that lost a slice begins anew.
+        checkpoint_every_s: seconds between checkpoints; 0 = there are none, and a job that lost a slice begins anew.
         restore_s: seconds until a job that lost a slice goes on from its checkpoint, beside `server_away_s`.
-        regular: whether workers die one after the other at even times, as in a test, and not at random ones.
+        regular: whether deaths come at even times, and the oldest worker dies each time; else all is random.
     """
 
     worker_mtbf_h: float = 0.0

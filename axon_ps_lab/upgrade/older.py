@@ -1,4 +1,4 @@
-"""The oldest axon_ps of this protocol version, from the history of the repository, and one of the version before it."""
+"""The oldest axon_ps of this protocol version, from the history of the repository; its protocol can be changed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _git(*arguments: str) -> str:
 
 
 def oldest_commit() -> str:
-    """The first commit that speaks the protocol of this tree.
+    """Return the first commit with the protocol of this tree.
 
-    It is found by what it contains: ids change when commits are moved to another branch.
+    It is found by its content, since ids change when commits are moved to another branch.
 
     Raises:
-        ConfigurationError: there is no history, or not enough of it.
+        ConfigurationError: the history is missing or not complete, or the protocol's change is not committed.
     """
     line = f"^PROTOCOL: Final = {PROTOCOL}$"
     commits = _git("log", "--format=%H", "--reverse", "-G", line, "--", "axon_ps").split()
@@ -42,7 +42,7 @@ def oldest_commit() -> str:
 
 
 def extract(commit: str, directory: Path) -> Path:
-    """The package of a commit in a directory, which goes to PYTHONPATH; returns that."""
+    """Write the package of a commit to a directory, for PYTHONPATH; returns the directory."""
     archive = directory / "older.tar"
     _git("archive", "--output", str(archive), commit, "axon_ps")
     subprocess.run(["tar", "-xf", str(archive), "-C", str(directory)], check=True)
@@ -51,7 +51,7 @@ def extract(commit: str, directory: Path) -> Path:
 
 
 def set_protocol(directory: Path, number: int) -> None:
-    """Have an extracted package be of another protocol, and refuse no one."""
+    """Give an extracted package another protocol, and let it accept all older ones."""
     numbers = {"PROTOCOL": number, "OLDEST": 0}
     (path,) = [path for path in directory.rglob("build.py") if _NUMBER.search(path.read_text(encoding="utf-8"))]
     text, count = _NUMBER.subn(lambda m: f"{m[1]}: Final = {numbers[m[1]]}", path.read_text(encoding="utf-8"))

@@ -2,8 +2,9 @@
 
     make lab NAME=upgrade            # needs the history of the repository
 
-Coordinator, shard servers and workers are replaced in turn; no committed step may be lost. Then each role is started as
-an axon_ps of the protocol before, and has to be refused by the names of both.
+Coordinator, shard servers and workers are replaced in turn; no committed step may be lost. Then members of the former
+protocol join a job of this one, and the other way round; they have to be refused by a message that names the former
+protocol.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ WORKER = Path(__file__).with_name("upgrade_worker.py")
 
 
 class UpgradedJob:
-    """The processes of a job, each of an axon_ps of its own.
+    """The processes of a job, each with a given axon_ps.
 
     Args:
-        directory: for its files.
+        directory: directory for the job's files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -72,7 +73,7 @@ class UpgradedJob:
         return self.start(name, package, ["-m", "axon_ps.cli.main", name.split()[0], *options], AXON_PS_DRAIN_S="30")
 
     def coordinator(self, package: Path) -> None:
-        """Start it, on the port that it had."""
+        """Start the coordinator, on its former port if it had one."""
         port = self.address.rpartition(":")[2] or "0"
         state = str(self.directory / "state.sqlite")
         child = self.service(
@@ -108,7 +109,7 @@ class UpgradedJob:
         child.end()
 
     def status(self) -> Status:
-        """Of the job, as its coordinator has it."""
+        """Return the job's status, from its coordinator."""
 
         async def ask() -> Status:
             async with OperatorClient(self.address, security=Security(), job=JOB) as operator:
@@ -117,7 +118,7 @@ class UpgradedJob:
         return asyncio.run(ask())
 
     def until(self, what: str, condition: Callable[[Status], bool]) -> Status:
-        """Wait until something is so, and return the status then."""
+        """Wait until the job's status meets the condition, and return it."""
         deadline = time.monotonic() + HANG_S
         while True:
             status = self.status()
@@ -146,12 +147,12 @@ class UpgradedJob:
         return self.until("it trains", lambda s: s.models[0].version >= begins + STEPS).models[0].version
 
     def lines(self, name: str) -> Iterator[list[dict[str, Any]]]:
-        """The output of every process of a name."""
+        """Yield the lines of JSON of each process that had this name."""
         for log in self.logs[name]:
             lines = log.read_text(encoding="utf-8").splitlines()
             yield [
                 json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")
-            ]  # not a line that was cut by a kill
+            ]  # without a line that was cut by a kill
 
     def close(self) -> None:
         """End all processes."""
@@ -166,7 +167,7 @@ def _listening(child: Child) -> str:
 
 
 def upgrade(older: Path, newer: Path, directory: Path) -> dict[str, Any]:
-    """Train while everything goes from one package to another; returns what became of the steps."""
+    """Train while all processes are replaced; returns the versions, the number of steps and the reasons of aborts."""
     job, versions = UpgradedJob(directory), {}
     try:
         job.coordinator(older)
@@ -211,7 +212,7 @@ def upgrade(older: Path, newer: Path, directory: Path) -> dict[str, Any]:
 
 
 def refused(before: Path, newer: Path, directory: Path) -> dict[str, str]:
-    """Processes of the protocol before join a job of this one, and the other way round: what each says."""
+    """Let members of the former protocol join a job of this one, and the other way round; returns their messages."""
     printed = {}
     pairs = {"coordinator": (before, newer), "member": (newer, before)}
     for older, (coordinator, member) in pairs.items():
@@ -232,7 +233,7 @@ def refused(before: Path, newer: Path, directory: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run both, and print what was found."""
+    """Run the upgrade and the refused joins, and print their results."""
     commit = oldest_commit()
     with tempfile.TemporaryDirectory(prefix="axon-ps-upgrade-") as name:
         directory = Path(name)

@@ -1,8 +1,8 @@
 """The training script of the rolling upgrade; it runs with the oldest axon_ps of the protocol and with this one.
 
-    python upgrade_worker.py END        # trains until the file END has a version, and that is reached
+    python upgrade_worker.py END        # trains until the version in the file END is reached
 
-Prints a line of JSON for each step, after a line with the file of its axon_ps.
+It prints a line with the file of its axon_ps, and then a line of JSON for each step.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A watchdog of event loops; this folder in PYTHONPATH has every Python watch its loops (`sitecustomize`)."""
+"""A watchdog of event loops: with this folder in PYTHONPATH, every Python watches its loops (`sitecustomize`)."""

@@ -1,19 +1,19 @@
-"""A watchdog of event loops: names what held one longer than `BOUND_S`, in every process of a test run.
+"""A watchdog of event loops: names the functions that held one for `BOUND_S` or more, in all processes of a test run.
 
-Owns: measuring each callback and step of a task of every asyncio loop of this process, and the records of those that
-were long. `tests/conftest.py` turns it on with `--longest-hold`, and prints what it found.
+Owns: measuring each callback and step of a task of every asyncio loop of this process, and the records of long ones.
+`tests/conftest.py` turns it on with `--longest-hold`, and prints the findings.
 
 Note: [Held, or not scheduled]
-    On a busy machine most of what takes long was just not scheduled, and says nothing about us. The kernel counts, for
-    each thread, the time that it was ready to run and did not (`/proc/self/task/TID/schedstat`): that is subtracted.
-    What is left is work, and waiting in a call that blocks: for a lock, a page, or Python's global lock. The last one
-    may be due to a thread that was not scheduled while it had it; so a record also has what other threads were at.
-    Python's collector of garbage runs at any moment and says nothing of the function that it interrupts. If most of a
-    hold was its work, that is named in the function's place.
+    On a busy machine most long callbacks were just not scheduled, which is no fault of the product. For each thread the
+    kernel counts the time for which it was ready to run and did not (`/proc/self/task/TID/schedstat`). That time is
+    subtracted. The rest is work, and waiting in a call that blocks: for a lock, a page, or Python's global lock. A
+    thread with the global lock may not have been scheduled; so a record also has the functions of other threads.
+    Python's garbage collector interrupts any function. If it took more than half of a hold, the record names it in the
+    function's place.
 
 Note: [Whose a loop is]
-    A test may do in its own task what takes long, and hold nothing but its own loop. So a record counts only if it has
-    a function of the product, and the outermost one of the callback or task is not a test's.
+    A test's own task may take long, and hold only the test's loop. So a record counts only if its stack has a function
+    of the product, and its outermost function is not of a test.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from types import FrameType
 from typing import Any, Final
 
 VARIABLE: Final = "LOOP_WATCHDOG"
-"""The folder that records are written to; without it nothing is watched."""
+"""The environment variable with the folder of the records; without it no loop is watched."""
 
 BOUND_S: Final = 0.05
 SAMPLED_S: Final = 0.02
-"""Seconds after which the stack of a callback is looked at, again and again."""
+"""Seconds between two samples of the stack of a callback, once it has run for as long."""
 
 BASELINE_S: Final = 0.005
-"""The greatest age of the count of what was not scheduled when a callback begins."""
+"""The greatest age of a thread's scheduling figures when a callback begins, in seconds."""
 
 FRAMES: Final = 12
 COLLECTOR: Final = "gc:0 the collector of garbage"
@@ -53,14 +53,14 @@ _ASYNCIO: Final = f"{os.sep}asyncio{os.sep}"
 
 @dataclass(slots=True)
 class RunningCallback:
-    """The callback that a thread's loop is at.
+    """The callback that a thread's loop runs.
 
     Attributes:
-        thread: its identifier.
-        delay_fd: descriptor of the thread's count of what was not scheduled.
-        began_s: when the callback began; 0 = none is running.
-        stack: what it was at, innermost last, as "file:line function".
-        others: what other threads were at.
+        thread: identifier of the thread.
+        delay_fd: descriptor of the thread's `schedstat`.
+        began_s: time at which the callback began; 0 = none is running.
+        stack: its stack when last sampled, innermost last, as "file:line function".
+        others: innermost functions of other threads at that time.
     """
 
     thread: int
@@ -72,16 +72,16 @@ class RunningCallback:
     baseline: tuple[float, float] = (0.0, 0.0)
 
     def scheduled(self) -> tuple[float, float]:
-        """Seconds that the thread has run, and that it was ready and did not."""
+        """Return the seconds that the thread has run, and those that it was ready to run and did not."""
         run_ns, delay_ns, _ = os.pread(self.delay_fd, 96, 0).split()
         return int(run_ns) / 1e9, int(delay_ns) / 1e9
 
 
 class LoopWatchdog:
-    """The one of this process.
+    """The watchdog of this process.
 
     Args:
-        folder: where records are written.
+        folder: folder for the records.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,7 +100,7 @@ class LoopWatchdog:
             self._collected_s += time.perf_counter() - self._collects_since_s
 
     def after_fork(self) -> None:
-        """A child has none of our threads, nor of our loops."""
+        """Forget the parent's threads and loops, in a child that has none of them."""
         self._local = threading.local()
         self._running = []
         self._sampling = False
@@ -165,11 +165,11 @@ class LoopWatchdog:
         """Record a callback, unless it lasted only because its thread was not scheduled.
 
         Args:
-            stack: what it was at.
-            others: what other threads were at.
-            wall_s: how long it lasted.
-            before: the kernel's figures when it began; see `Running.scheduled`.
-            after: those at its end.
+            stack: its stack, innermost last.
+            others: innermost functions of other threads.
+            wall_s: its duration.
+            before: the kernel's figures at its begin; see `RunningCallback.scheduled`.
+            after: the kernel's figures at its end.
         """
         ran_s, delayed_s = after[0] - before[0], after[1] - before[1]
         held_s = wall_s - delayed_s
@@ -190,7 +190,7 @@ class LoopWatchdog:
 
 
 def _described(frame: FrameType | None) -> list[str]:
-    """A stack from the callback or task inwards; all of it for a thread without a loop."""
+    """Return a stack from the callback or task inwards; for a thread without a loop, all of it."""
     frames: list[FrameType] = []
     while frame is not None:
         if frame.f_code.co_filename.startswith(_HERE):
@@ -203,7 +203,7 @@ def _described(frame: FrameType | None) -> list[str]:
 
 
 def _callback(handle: Any) -> str:
-    """The function of a handle that was not seen to run: Python's global lock was held all the time."""
+    """Return the function of a handle without a sample: Python's global lock was held all the time."""
     callback = handle._callback
     task = getattr(callback, "__self__", None)
     code = getattr(callback, "__code__", None)
@@ -215,7 +215,7 @@ def _callback(handle: Any) -> str:
 
 
 def install() -> None:
-    """Watch all loops of this process, and of its forks, if `VARIABLE` says where to."""
+    """Watch all loops of this process and its forks if the environment has `VARIABLE`."""
     folder = os.environ.get(VARIABLE, "")
     if not folder or getattr(asyncio.Handle._run, "is_watched", False):
         return
@@ -230,20 +230,20 @@ def install() -> None:
     os.register_at_fork(after_in_child=watchdog.after_fork)
 
 
-# ---------------------------------------------------------------------- what was found
+# ---------------------------------------------------------------------- findings
 
 
 @dataclass(frozen=True)
 class SlowCallback:
-    """The longest of what was found at one place.
+    """The longest hold by one function of the product.
 
     Attributes:
-        where: the innermost function of the product, and what it was called by.
-        held_s: how long it held its loop.
-        ran_s: of that, how long it ran; the rest was waiting.
-        count: how often it was found there.
-        test: whose process it was.
-        record: all that is known of it.
+        where: the innermost function of the product and its caller in the product, or the garbage collector.
+        held_s: seconds for which it held its loop.
+        ran_s: the seconds of these in which it ran; in the others it waited.
+        count: number of holds with this `where`.
+        test: the test that the process belonged to.
+        record: the whole record.
     """
 
     where: str
@@ -255,7 +255,7 @@ class SlowCallback:
 
 
 def found(folder: Path) -> list[SlowCallback]:
-    """The places at which loops of the product were held, the longest first."""
+    """Return the functions of the product that held loops, the longest hold first."""
     at: dict[str, list[dict[str, Any]]] = {}
     for record in _records(folder):
         if record["ours"]:
@@ -285,7 +285,7 @@ def _where(stack: list[str]) -> str:
 
 
 def report(folder: Path, rows: int = 20) -> list[str]:
-    """The findings as lines of text: the longest holds, by name."""
+    """Return the findings as lines of text, the longest hold first."""
     slow_callbacks = found(folder)
     if not slow_callbacks:
         return [f"event loops: none was held for {BOUND_S * 1e3:.0f} ms"]

@@ -1,4 +1,4 @@
-"""Has every Python of a test run watch its event loops: this folder is in PYTHONPATH then (`tests/conftest.py`)."""
+"""Watches the event loops of every Python of a test run: `tests/conftest.py` adds this folder to PYTHONPATH."""
 
 from axon_ps_lab.watchdog import loop_watchdog
 

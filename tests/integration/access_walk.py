@@ -251,18 +251,18 @@ def _cell(by_means: dict[str, bool]) -> str:
 
 _INTRODUCTION: Final = """# Who may call what
 
-`axon-ps auth table` prints this table. `tests/integration/access_walk.py` found it by making every call, and wrote this
-page; a test compares the two. Each call was made with each kind of credentials: as a token over plaintext, and as a
-certificate over mutual TLS. `yes` means that the call was performed. An empty cell means that it was refused, and the
-error gives the reason. The first columns are invalid credentials of a role that may make the call. The next ones are
-the roles. *secret* is a caller with the job's secret. [security.md](security.md) says how to get credentials.
+`axon-ps auth table` prints the rules of this table. `tests/integration/access_walk.py` makes every call and writes this
+page. A test compares the page with the calls. Each call is made with each kind of credentials: as a token over
+plaintext, and as a certificate over mutual TLS. `yes` means that the call was performed. An empty cell means that it
+was refused, and the error gives the reason. In the first four columns the credentials are missing or invalid. The next
+ones are the roles. *secret* is a caller with the job's secret. [security.md](security.md) says how to get credentials.
 
-Over mutual TLS a connection needs a certificate of the job, also to ask for the health of a service. The HTTP endpoint
-asks browsers for no certificate. An invalid certificate ends the connection.
+Over mutual TLS a connection of gRPC needs a certificate of the job's authority, also to ask for the health of a
+service. The HTTP endpoint does not ask browsers for a certificate. An invalid certificate ends the connection.
 
-Joining has finer rules than this table. `Session` lets only a worker in as a worker, and only a shard server as a shard
-server. If the credentials name a rank, the member must have that rank. A shard server drains only itself. The
-coordinator's [audit log](security.md) has every refused attempt to change the job, if the caller is known.
+Joining has finer rules than this table. Only a worker may join as a worker, and only a shard server as a shard server.
+If the credentials name a rank, the member must have that rank. A shard server may drain only itself. The coordinator's
+[audit log](security.md) has every refused attempt to change the job, if the caller is known.
 
 """
 

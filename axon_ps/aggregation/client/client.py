@@ -1,9 +1,9 @@
 """A worker's side of the collectives: a stream for each stripe of an operation, read and written at the same time.
 
-Payloads are copied once, between the caller's arrays and messages. Collectives are not retried, since a broken
+Payloads are copied at most once, between the caller's arrays and messages. Collectives are not retried, since a broken
 collective may have been done for some ranks and not for others.
 
-Everything here runs on one event loop; every method must be called on its thread. While an operation is under way, the
+Everything here runs on one event loop. Every method must be called on its thread. While an operation is under way, the
 caller must not touch its arrays. An operation may send from and receive into the same array, since a segment comes back
 only after the same segment was sent.
 """
@@ -42,7 +42,7 @@ from axon_ps.wire.frames import Target, elements
 from axon_ps.wire.v1.collective_pb2 import CollectiveBegin, CollectiveChunk, Envelope
 
 SERVER_REPORT_S = 1.0
-"""Seconds after a deadline in which a server, which has the same deadline, may still report the missing ranks."""
+"""Seconds after the common deadline in which a server may still report the missing ranks."""
 
 FOREVER_S = 1e9
 """An infinite time-out on the wire, in seconds."""
@@ -83,7 +83,7 @@ class Buffers:
         source: the array to send from.
         target: the array to receive into.
         source_starts: start of each partition in `source`.
-        target_starts: start in `target` of the data from each rank; reduced data counts as from rank 0.
+        target_starts: start in `target` of the data from each rank. Reduced data counts as from rank 0.
         input_counts: ALL_TO_ALL: elements for each rank.
         output_counts: ALL_TO_ALL: elements from each rank.
     """
@@ -97,7 +97,7 @@ class Buffers:
 
 
 class CollectiveClient:
-    """One worker's client for collectives on the shard servers of its job; all groups of the worker share it.
+    """One worker's client for collectives on the shard servers of its job. All groups of the worker share it.
 
     It has its own connections: parameters and gradients never queue behind collectives, nor collectives behind them.
 
@@ -117,7 +117,7 @@ class CollectiveClient:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     def probe(self, report: ConnectivityReport) -> None:
-        """Probe the servers that calls wait for, and report those that do not answer."""
+        """Probe the servers that this worker waits for, and report those that do not answer."""
         self._peers.probe(report, self._context)
 
     def set_members(self, membership: Membership) -> None:
@@ -127,7 +127,7 @@ class CollectiveClient:
         self._peers.set_members(membership)
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail. May be repeated."""
+        """Close every connection. Calls under way fail. It may be repeated."""
         await self._peers.close()
         for task in self._giving_up:
             task.cancel()
@@ -140,7 +140,7 @@ class CollectiveClient:
 
         Raises:
             Disagreement: the ranks' calls differ.
-            Timeout: some ranks did not join; the message names them.
+            Timeout: some ranks did not join. The message names them.
             MemberLost: a member has left the job.
             Broken: a rank broke off, or a connection broke.
         """
@@ -187,9 +187,9 @@ class CollectiveClient:
         return plans, [ranks[(home + stripe) % num_servers] for stripe in range(stripes)]
 
     async def _give_up(self, group: GroupHandle, call: Call, buffers: Buffers, deadline: Deadline) -> None:
-        """Tell all stripes that this rank broke off: other ranks may wait at a stripe that it has not joined.
+        """Tell the servers of all stripes that this rank broke off: other ranks may wait at a stripe it has not joined.
 
-        It is retried until it is done or the deadline has passed. It runs in the background.
+        The calls are retried until they succeed or the deadline has passed, in the background.
         """
 
         async def report(plan: StripePlan, server: int) -> None:
@@ -268,7 +268,7 @@ class CollectiveClient:
         """Fill data: T[any] with the next message of position `source` (-1 = any); returns the sender's position.
 
         Raises:
-            Disagreement: the message has another size or dtype; it is dropped.
+            Disagreement: the message has another size or dtype. It is dropped.
             Timeout: no message arrived.
             MemberLost: a member has left the job.
             Broken: the sender broke off, or a connection broke.
@@ -296,7 +296,7 @@ class CollectiveClient:
             return int(header.source)
 
     async def close_group(self, group: GroupHandle) -> None:
-        """Tell the server that this rank receives no more messages in a group; waiting messages to it are dropped."""
+        """Tell the server that this rank receives no more messages in a group. Waiting messages to it are dropped."""
         deadline = Deadline(CLOSE_TIMEOUT_S)
         begin = self._begin(group, deadline)
         begin.envelope.CopyFrom(Envelope(receive=True, closes=True, peer=-1, dtype=dtype_to_proto(DType.U8)))
@@ -309,7 +309,7 @@ class CollectiveClient:
         await self._in_time(send_close(), deadline, f"closing group {group.name!r}")
 
     async def _in_time(self, call: Coroutine[Any, Any, T], deadline: Deadline, what: str) -> T:
-        """Return the result of `call`, or raise an error that names `what`; a refusal is an internal error."""
+        """Return the result of `call`, or raise an error that names `what`. A refusal is raised as `InternalError`."""
         try:
             limit_s = deadline.remaining()
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s + SERVER_REPORT_S):
@@ -369,7 +369,7 @@ class CollectiveClient:
 
     @contextlib.asynccontextmanager
     async def _waiting(self, server: int, acquired: Acquired[OperationStream]) -> AsyncIterator[OperationStream]:
-        """Yield the stream to a server; the call counts as waiting for the server."""
+        """Yield the stream to a server. Meanwhile this worker counts as waiting for it."""
         with self._peers.waiting() as waiting:
             waiting.on(server)
             async with acquired as stream:

@@ -47,7 +47,7 @@ class OperationStream:
         return header, payload, copied
 
     async def ended(self) -> None:
-        """Wait for the server's end of the operation; it must be the next message.
+        """Wait for the server's end of the operation. It must be the next message.
 
         Raises:
             AxonError: the operation ended with it.

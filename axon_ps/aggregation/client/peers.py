@@ -1,6 +1,6 @@
 """A member's view of the shard servers of its job: ranks, addresses and connections.
 
-All of it runs on one event loop. Calls wait until the members are known, or a lost server is back.
+All of it runs on one event loop. Callers wait until the members are known, or a lost server is back.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ class Peers:
         self._probes: Probes | None = None
 
     def probe(self, report: ConnectivityReport, context: MakeContext, *, everybody: bool = False) -> None:
-        """Begin to probe servers, and report those that do not answer; call it before the first `set_members`.
+        """Begin to probe servers, and report those that do not answer. Call it before the first `set_members`.
 
         Args:
             report: receives the results.
             context: returns the caller.
-            everybody: whether each server is also probed once when no call waits for it.
+            everybody: whether each server is also probed once when this member does not wait for it.
         """
         me = context().incarnation
         self._probes = Probes(report, self._waits, partial(self._echo, context), me, everybody=everybody)
 
     def waiting(self) -> Wait:
-        """Return the context of a call that will wait for servers."""
+        """Return the context of a call in which this member will wait for servers."""
         return self._waits.begin()
 
     def set_members(self, membership: Membership) -> None:
-        """Set the current shard servers; connections to servers that left, or have a new address, are closed."""
+        """Set the current shard servers. Connections to servers that left, or have a new address, are closed."""
         self._members = {m.rank: m for m in membership.shards}
         if membership.complete:
             self._ranks = tuple(sorted(self._members))
@@ -80,10 +80,10 @@ class Peers:
         self.wake()
 
     async def ranks(self, deadline: Deadline) -> tuple[int, ...]:
-        """Return the ranks of the job's shard servers, ascending; waits until the membership is complete.
+        """Return the shard servers' ranks in the last complete membership, ascending. Waits until there is one.
 
         Raises:
-            Timeout: it was not complete at the deadline.
+            Timeout: no membership was complete before the deadline.
             Closed: the connections were closed.
         """
         while not self._ranks:
@@ -131,7 +131,7 @@ class Peers:
 
     @property
     def longest_rtt_s(self) -> float:
-        """The round trip to the shard server that is farthest away, in seconds. May be called by other threads."""
+        """The round trip to the shard server that is farthest away, in seconds. It may be called by other threads."""
         return max(map(self.rtt_s, list(self._members)), default=0.0)
 
     async def wait(self, timeout_s: float) -> None:
@@ -151,7 +151,7 @@ class Peers:
         self._check_open()
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail. It may be repeated."""
+        """Close every connection. Calls under way fail. It may be repeated."""
         self._closed = True
         self.wake()
         if self._probes is not None:
@@ -180,7 +180,7 @@ class Peers:
             raise Closed("the connections to the shard servers were closed")
 
     def wake(self) -> None:
-        """Wake all calls that wait for a change."""
+        """Wake all callers that wait for a change."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():

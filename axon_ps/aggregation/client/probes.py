@@ -1,7 +1,7 @@
 """Probes of shard servers that a member waits for: the server is asked to send data back.
 
 A wait may be long for good reasons: other members are slow, or a unit is large. A call itself does not show that the
-network has failed, and small packets may still pass on a broken connection. So if a call has waited for a server for
+network has failed, and small packets may still pass on a broken connection. So if a member has waited for a server for
 `PATIENCE` of a lease, the server is sent `ECHO_BYTES`, more than a packet holds, over a new bulk connection if
 possible. If they do not come back, the server is reported (`ConnectivityReport`), and asked again until it answers. A
 refusal counts as an answer.
@@ -23,7 +23,7 @@ ECHO_BYTES: Final = 64 << 10
 """The bytes that a server is asked to send back."""
 
 PATIENCE: Final = 1 / 6
-"""The fraction of a lease that a call waits before its server is asked, and between two checks for such calls."""
+"""The fraction of a lease that a member waits before the server is asked, and between two checks of its waits."""
 
 AGAIN: Final = 1 / 3
 """The fraction of a lease after which a server is asked again, or reported if it has not answered."""
@@ -32,17 +32,17 @@ LEAST_S: Final = 1.0
 """Least seconds for an answer, however short leases are: it takes several iterations of two event loops."""
 
 INTERVALS: Final = 4
-"""The wait is cut into this many intervals, so that a process that was stopped reads arrived data before it reports."""
+"""The wait is cut into this many intervals, so that a resumed process reads arrived data before it reports."""
 
 
 class Waits:
-    """The calls under way and the times when they began to wait, by the rank of the shard server waited for."""
+    """The waits in calls under way, each with its begin, by the rank of the shard server waited for."""
 
     def __init__(self) -> None:
         self._since: defaultdict[int, dict[Wait, float]] = defaultdict(dict)
 
     def begin(self) -> Wait:
-        """Return the context of a call, which does not wait for a server yet."""
+        """Return the context of a call, in which there is no wait yet."""
         return Wait(self._since)
 
     def longest_s(self, rank: int) -> float:
@@ -67,14 +67,14 @@ class Wait:
         self.end()
 
     def on(self, rank: int) -> None:
-        """Record that the call waits for this server, since now or since it began before."""
+        """Record a wait for this server, from now on unless it has begun already."""
         if rank != self._rank:
             self.end()
             self._rank = rank
             self._since[rank][self] = time.monotonic()
 
     def end(self) -> None:
-        """Record that the call does not wait for a server."""
+        """Record that the wait is over."""
         if self._rank >= 0:
             del self._since[self._rank][self]
             self._rank = -1
@@ -85,10 +85,10 @@ class Probes:
 
     Args:
         report: receives the results.
-        waits: the calls that wait, by server.
+        waits: the waits in calls, by server.
         echo: has the shard server with a rank send `ECHO_BYTES` back.
         me: this process's incarnation, which is not probed.
-        everybody: whether every server is asked when it becomes a member, also if no call waits for it.
+        everybody: whether every server is asked when it becomes a member, also if this member does not wait for it.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Probes:
     # ------------------------------------------------------------------ inside
 
     async def _watch(self) -> None:
-        """Ask the servers that calls have waited for too long, until cancelled."""
+        """Ask each server for which this member has waited too long. Runs until cancelled."""
         while True:
             lease_s = self._report.lease_s()
             await asyncio.sleep(PATIENCE * lease_s)

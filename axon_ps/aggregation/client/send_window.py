@@ -1,4 +1,4 @@
-"""The window of a rank, by which its uploads may be ahead of its downloads. Pure arithmetic; the client waits.
+"""The window of a rank, by which its uploads may be ahead of its downloads. Pure; the client waits.
 
 Note: [Send window]
     The streams of several ranks to one server do not share its network card evenly, nor are servers served evenly. A
@@ -13,7 +13,7 @@ Note: [Send window]
         all-gather, servers on the workers' hosts     0.91                0.87       0.84
 
     With servers on the workers' hosts, all cards are full in both directions. An all-gather there is uploaded on one
-    stripe and downloaded on the others: the window stops a rank whose data is read fast from sending more.
+    stripe and downloaded on the others. With the window, a rank whose data is read fast must wait before it sends more.
 
 Invariants:
 - Every wait ends. Take the upload that is furthest behind, of all ranks and stripes. Once everything in flight has

@@ -1,12 +1,12 @@
 """The flow of data between the participants of an operation that all ranks agreed on.
 
-`Reduction` combines the ranks' data; `Forwarding` and `PointToPoint` send it on unchanged. All use a rank's message as
+`Reduction` combines the ranks' data. `Forwarding` and `PointToPoint` send it on unchanged. All use a rank's message as
 soon as they can. Until then it is pending, and the rank's stream is not read further. Memory is bounded: one pending
 message for each rank, `MAX_PARTIAL_SUMS` unfinished results, and `MAX_QUEUED_SEGMENTS` queued for each rank.
 
 Invariants:
 - Contributions to a segment are combined in rank order, whatever the order of arrival.
-- A result is encoded once and sent to all ranks as the same bytes; a message with `begin` is encoded again without it.
+- A result is encoded once and sent to all ranks as the same bytes. A message with `begin` is encoded again without it.
 - A slow reader blocks the ranks that send to it, and no stream is read further than its window.
 """
 
@@ -124,7 +124,7 @@ class Forwarding:
     """The forwarding of ranks' data, segment by segment.
 
     Args:
-        plans: by position; they name the recipients.
+        plans: by position. They name the recipients.
         participants: all ranks, by position.
         wake: called with a participant whose state changed.
     """
@@ -133,7 +133,7 @@ class Forwarding:
         self._plans = plans
         self._participants = participants
         self._wake = wake
-        self._blocked: dict[int, None] = {}  # ranks whose message waits for a full queue, in order
+        self._blocked: dict[int, None] = {}  # ranks whose message is held because of a full queue, in order
         for participant in participants:
             participant.on_message, participant.on_capacity = self._forward, self._on_capacity
         for participant in participants:

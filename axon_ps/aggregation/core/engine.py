@@ -1,17 +1,18 @@
 """The collectives that this server performs: a deterministic state machine without threads, sockets or clocks.
 
-Its inputs are the job's workers, a rank that joins, its messages, a message that left the queue, a stream that ended,
-and time. Its outputs are the messages to each participant, the error that ended its operation, and the participants
-that changed (`woken`). The shell around it (`aggregation.server.shell`) reads, writes and waits.
+Its inputs are the job's workers, joining ranks, their messages, messages taken from a queue, ended streams, and time.
+Its outputs are the messages to each participant, the error that ended its operation, and the participants that changed
+(`woken`). The shell (`aggregation.server.shell`) has the reads, writes and waits.
 
 Invariants:
-- An operation is named by group and sequence; its state lives until every member has its result or has left.
-- A group is the ids of its members. When one of them is no longer a worker, all operations of the group end with
-  `MemberLost`, later requests too, except operations that the member had left already. Workers outside the group have
-  no effect on it.
+- An operation is named by group and sequence. Its state lives until every member has its result or
+  has left, but after an error at most `operations.TOMBSTONE_S`.
+- A group consists of the ids of its members. When one of them is no longer a worker, all operations of the group end
+  with `MemberLost`, later requests too, except operations that the member had left already. Workers outside the group
+  have no effect on it.
 - A member that has *finished* ends the group's collectives in the same way, but its sent messages can still be
   received. Only a rank that waits for another message from it, or sends to it, gets `MemberLost`.
-- Before all ranks of a collective have joined and agree, the first message of each is all of its data that is stored.
+- Until all ranks of a collective have joined and agree, only the first message of each rank is stored.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from axon_ps.wire.frames import elements
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
 MAX_TIMEOUT_S = 1e9
-"""Longer than any job; longer time-outs are cut to it."""
+"""Longest time-out, in seconds. Longer ones are cut to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class OperationRequest:
         stripes: number of stripes.
         owners: by partition, the stripe that has all of it; empty = each stripe has a range of every partition.
         what: a collective, or a message between two ranks.
-        gives_up: whether the rank reports that it broke the collective off; it sends and receives no data.
+        gives_up: whether the rank reports that it broke the collective off. It sends and receives no data.
         input_counts: ALL_TO_ALL: elements for each rank.
         output_counts: ALL_TO_ALL: elements from each rank.
     """
@@ -100,7 +101,7 @@ class CollectiveEngine:
     # ------------------------------------------------------------------ events
 
     def set_workers(self, ids: Collection[str], finished: Collection[str] = ()) -> None:
-        """Set the job's workers, and those that have finished; groups that lost a member end."""
+        """Set the job's workers, and those that have finished. Operations of groups that lost a member end."""
         self._workers, self._finished = frozenset(ids), frozenset(finished)
         for group in list(self._groups.values()):
             if (error := self._loss_error(group.name, group.ranks, group.members)) is not None:
@@ -119,7 +120,7 @@ class CollectiveEngine:
     def open(
         self, request: OperationRequest, message: bytes, header: CollectiveChunk, payload: memoryview, now_s: float
     ) -> Participant:
-        """Let a rank join an operation; the data in its first message is used or pending.
+        """Let a rank join an operation. The data in its first message is used or pending.
 
         Args:
             request: the rank's request.
@@ -165,7 +166,7 @@ class CollectiveEngine:
         return participant
 
     def receive(self, participant: Participant, message: bytes, header: CollectiveChunk, payload: memoryview) -> None:
-        """Take the next message of a stream; the following one may be read once `participant.pending` is None.
+        """Take the next message of a stream. The following one may be read once `participant.pending` is None.
 
         Raises:
             InvalidRequest: it is not the next segment.

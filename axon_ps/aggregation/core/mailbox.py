@@ -1,15 +1,15 @@
 """Messages between two ranks of a group: sends and receives are matched here, in order.
 
-An *envelope* describes a message. A message that has not been received waits in its receiver's mailbox. A small message
-(`EAGER_BYTES`) comes with its data, and its sender need not wait while the receiver's mailbox has less than
-`MAX_MAILBOX_BYTES`. Of a large message only the envelope is stored, and its sender waits; the data goes from rank to
+An *envelope* describes a message. A message that has not been received is in its receiver's mailbox. A small message
+(`EAGER_BYTES`) comes with its data, and its sender need not wait if it fits into the receiver's mailbox
+(`MAX_MAILBOX_BYTES`). Of a large message only the envelope is stored, and its sender waits. The data goes from rank to
 rank once both sides have joined.
 
 Invariants:
-- Messages of one sender, receiver and tag are received in the order they were sent; "from any rank" takes the oldest
-  message.
-- A message whose size or dtype is not the one its receiver expects is dropped, and both sides get an error if they are
-  still connected.
+- Messages of one sender, receiver and tag are received in the order they were sent. A receive from any rank takes the
+  oldest message.
+- A message is dropped if its receiver expects another size or dtype. Each side whose call is still under way then gets
+  an error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Envelope:
 
 
 class _Unmatched:
-    """A send or a receive that waits for its other side; a send has its data if they came with the envelope."""
+    """A send or a receive without its other side so far. A send has its data if this came with the envelope."""
 
     def __init__(self, envelope: Envelope, participant: Participant, data: Array | None = None) -> None:
         self.envelope = envelope
@@ -95,7 +95,7 @@ class Mailbox:
 
     @property
     def over(self) -> bool:
-        """True if no message waits, and no receiver waits for one."""
+        """True if no message is stored, and no send or receive is under way."""
         return not self._sends and not self._participants and not self._suspects
 
     def enqueue(self, envelope: Envelope, data: Array | None, timeout_s: float, now_s: float) -> Participant:
@@ -167,7 +167,7 @@ class Mailbox:
         return [p for p in self._participants if not (p.error is not None or p.left or p.done)]
 
     def finish(self, positions: Collection[int], error: AxonError) -> None:
-        """End the waits for members that have finished with `error`; their stored messages can still be received."""
+        """End the waits for finished members with `error`. The stored messages of these can still be received."""
         others = set(range(len(self._ranks))) - set(positions)
         for rank in positions:
             self._discard(rank)

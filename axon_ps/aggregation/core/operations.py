@@ -1,21 +1,21 @@
 """One stripe of one collective on this server: its participants, their agreement, and its outcome.
 
-Owns: agreement, and the end of an operation when a rank is late, breaks off or is lost. Refuses: to know the flow of
-data; that is `aggregation.core.dataflow`.
+Owns: agreement, and the end of an operation when a rank is late, breaks off or is lost. Refuses: the flow of data
+(`aggregation.core.dataflow`).
 
 Note: [Stripe 0 decides]
     Every rank joins stripe 0 of every collective, on a server chosen independently of anything they could disagree
-    about. Stripe 0 detects ranks that have not joined, ask for another operation, or broke off before all agreed. Ranks
-    that disagree may never all meet at another stripe. So another stripe sends no error before all ranks
-    have joined and agree: a rank that waits there gets the error from stripe 0. A rank gives the same call to all of
-    its stripes. So any stripe that sees all ranks agree may begin, on any server.
+    about. The server of stripe 0 detects ranks that have not joined, ask for another operation, or broke off before all
+    agreed. Ranks that disagree may never all meet at another stripe. So no error is sent on another stripe before all
+    ranks have joined and agree: a rank that waits there gets the error from stripe 0. A rank gives the same call to all
+    of its stripes. So a stripe may begin as soon as all ranks agree on it, on any server.
 
-    But a rank whose connection broke may never join stripe 0. It tells every stripe (`give_up`), and each then ends
-    with `Broken`. Ranks that disagree may get that error instead.
+    But a rank whose connection broke may never join stripe 0. It reports this on every stripe (`give_up`), and each
+    stripe then ends with `Broken`. Ranks that disagree may get that error instead.
 
 Note: [Broken off, or lost]
     When a rank dies, its streams break, and a moment later the coordinator announces the loss. The announcement is more
-    precise, so an operation with a broken stream waits `GRACE_S` for it before it fails with `Broken`.
+    precise, so an operation with a broken stream fails with `Broken` only `GRACE_S` later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from axon_ps.errors import AxonError, Broken, Disagreement, InvalidRequest, Time
 from axon_ps.reduction.call import Operation, disagreement
 
 GRACE_S = 0.5
-"""Seconds that an operation with a broken stream waits for the announcement that the rank is lost."""
+"""Seconds from a broken stream to the failure of its operation, in which the loss of the rank may be announced."""
 
 TOMBSTONE_S = 300.0
 """Seconds that a failed operation is remembered, for ranks that have not joined yet."""
@@ -154,7 +154,7 @@ class PendingOperation:
         return min([*self._suspects.values(), *(p.deadline_s for p in self._awaited())], default=math.inf)
 
     def lose_members(self, positions: Sequence[int], error: AxonError) -> None:
-        """Fail after members are lost, unless all of them had left already; then the others finish."""
+        """Fail after members are lost, unless all of them had left already. Then the others finish."""
         if not self._left.issuperset(positions):
             self.fail(error)
 

@@ -1,7 +1,7 @@
 """A rank's part in one operation on this server, and the memory that operations use. Pure data, no I/O.
 
 A *participant* is one rank in one operation. At most one of its messages is `pending`: it has arrived and cannot be
-used yet. The messages to it are `outgoing`, at most `MAX_QUEUED_SEGMENTS` segments. All other data waits in the
+used yet. The messages to it are `outgoing`, at most `MAX_QUEUED_SEGMENTS` segments. All other data is in the
 connection's flow-control window, or has not left its sender.
 """
 
@@ -17,7 +17,7 @@ from axon_ps.wire.frames import elements
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
 MAX_QUEUED_SEGMENTS = 16
-"""The most segments that wait to be sent to one rank. Segments of a result are the same bytes for all ranks."""
+"""The most segments queued for one rank. Segments of a result are the same bytes for all ranks."""
 
 
 class MemoryAccounting:
@@ -43,7 +43,7 @@ class MemoryAccounting:
 
 
 class PendingMessage:
-    """A message that waits to be used: its encoding, its header, and its payload as an array."""
+    """A message that cannot be used yet: its encoding, its header, and its payload as an array."""
 
     __slots__ = ("data", "encoded", "header")
 

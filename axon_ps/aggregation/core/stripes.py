@@ -1,17 +1,17 @@
-"""The cut of a collective into stripes over shard servers, and their segments. Pure; both ends compute it.
+"""The cut of a collective into stripes over shard servers, and their segments. Pure. Both ends compute it.
 
     shape legend: n = ranks of the group, k = shard servers of the job, m = stripes of the operation, m <= k
 
 An operation has m stripes. Stripe j runs on server (home + j) mod k. `home` depends only on the group's name and the
-number of the call, so ranks that disagree about anything else still meet there, and stripe 0 decides.
+number of the call, so ranks that disagree about anything else still meet there, and its server decides.
 
-The array of an all-reduce, reduce or broadcast is one partition; elsewhere partition r belongs to rank r. Stripe j has
+The array of an all-reduce, reduce or broadcast is one partition. Elsewhere partition r belongs to rank r. Stripe j has
 the j-th of m nearly equal ranges of every partition. So every rank exchanges data with all m servers from beginning to
-end, in both directions, and no network card waits for another. If every rank has a server on its own host, one stripe
-has all of an all-gather's partition (`owners_of`). The partition then reaches that server without a network card, and
-goes from there to all ranks. A rank's *uploads* on a stripe are cut into segments. The first and last segments are
-smaller, because downloads start when the first segment is complete, and end one segment after the uploads. A rank that
-sends several partitions alternates between them, so that no receiver gets all of its data at the end.
+end, in both directions, and no network card is idle while another is busy. If every rank has a server on its own host,
+one stripe has all of an all-gather's partition (`owners_of`). The partition then reaches that server without a network
+card, and goes from there to all ranks. A rank's *uploads* on a stripe are cut into segments. The first and last
+segments are smaller, because downloads start when the first segment is complete, and end one segment after the uploads.
+A rank that sends several partitions alternates between them, so that no receiver gets all of its data at the end.
 
 Invariants:
 - Reductions: all ranks upload the same segments in the same order.
@@ -33,8 +33,10 @@ TSO_BYTES = 127 << 9
 """Payload bytes that the kernel hands to a network card at once (TCP segmentation offload).
 
 On ordinary Ethernet that is 45 packets of 1,448 bytes, less the overhead of a message. Slightly more bytes take one
-packet more. *Measured*, an all-reduce of 64 MiB, which sends 96 MiB through a card, compared with gloo, which has no
-messages: 75 KB more with segments of 128 KiB, 15 KB more with segments of three times `TSO_BYTES`.
+packet more. *Measured*, the bytes that an all-reduce of 64 MiB sends through a card beyond those of gloo:
+
+    segments of 128 KiB                     75 KB
+    segments of three times `TSO_BYTES`     15 KB
 """
 
 SEGMENT_BYTES = 6 * TSO_BYTES
@@ -49,12 +51,12 @@ A message costs processor time, independent of its length. *Measured*, 64 MiB on
 """
 
 LARGE_SEGMENT_BYTES = 8 * TSO_BYTES
-"""Size of a segment of any other operation, whose results do not come back to all waiting ranks."""
+"""Size of a segment in the middle of any other long operation, whose results do not come back to all waiting ranks."""
 
 MIN_SEGMENTS = 24
-"""Segments of a rank on a stripe from which on combined segments become longer than half of `SEGMENT_BYTES`.
+"""Combined segments are longer than half of `SEGMENT_BYTES` only if a rank still sends this many on a stripe.
 
-In a short stream, ranks would wait for long segments at its ends (*measured*, 16 MiB: 0.308 s instead of 0.293).
+In a short stream, ranks would wait for long segments at its ends (*measured*: 16 MiB take 5 % longer).
 """
 
 SMALL_SEGMENT_BYTES = TSO_BYTES
@@ -75,7 +77,7 @@ REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_S
 
 @dataclass(frozen=True, slots=True)
 class StripeSegment:
-    """Elements [begin, end) of a partition. The rank that it comes from or goes to names the partition."""
+    """Elements [begin, end) of a partition; for its number see the docstring of the module."""
 
     partition: int
     begin: int
@@ -120,11 +122,11 @@ class StripePlan:
         return min(largest, max(nbytes, SEGMENT_BYTES // 2))
 
     def upload_numel(self) -> int:
-        """Return the elements that the rank sends."""
+        """Return the number of elements that the rank sends."""
         return sum(end - begin for _, begin, end in self._ranges())
 
     def download_numel(self) -> int:
-        """Return the elements that the rank receives: never its own data, except reduced."""
+        """Return the number of elements that the rank receives. Its own data comes back only as part of a reduction."""
         call, rank = self.call, self.rank
         match call.operation:
             case Operation.ALL_REDUCE:

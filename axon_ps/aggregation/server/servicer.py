@@ -54,7 +54,7 @@ async def _perform(stream: CollectiveStream, context: ServerCall) -> None:
 
 
 async def _read(stream: CollectiveStream, context: ServerCall) -> None:
-    """Read all that the rank has to send; an invalid message ends the call."""
+    """Read all that the rank has to send. An invalid message ends the call."""
     try:
         await stream.consumed()
         while stream.expects:

@@ -1,7 +1,7 @@
 """The shell around the collective engine: the clock, the waits, and the decoding of first messages.
 
-All decisions are the engine's. The reader and the writer of a `CollectiveStream` wait for changes of its participant.
-All of it runs on one event loop.
+All decisions are the engine's. The reader and the writer of a `CollectiveStream` are woken by changes of its
+participant. All of it runs on one event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CollectiveShell:
     """The engine with the clock and the waits around it.
 
     Args:
-        job: name of the job; calls for another one are refused.
+        job: name of the job. Calls for another one are refused.
 
     Attributes:
         engine: the state and the decisions.
@@ -178,7 +178,7 @@ class CollectiveShell:
 
 
 class CollectiveStream:
-    """One operation of a stream that is being served; `close` must follow.
+    """One operation of a stream that is being served. `close` must follow.
 
     Args:
         shell: the shell that admitted it.
@@ -308,7 +308,7 @@ def _request_from_proto(begin: CollectiveBegin) -> OperationRequest:
 
 
 def _wake_all(waiting: list[asyncio.Future[None]]) -> None:
-    """Wake all waiters; they check their conditions again."""
+    """Wake all waiters. They check their conditions again."""
     for future in waiting:
         if not future.done():
             future.set_result(None)

@@ -19,7 +19,7 @@ async def wait_until_listening(address: str, timeout_s: float, notify: Callable[
 
     Args:
         address: "host:port"; of several, with commas between them, one is enough.
-        timeout_s: how long to wait, in seconds.
+        timeout_s: seconds to wait.
         notify: gets a line after a while, and then ever more rarely, while no server does.
 
     Raises:

@@ -2,9 +2,9 @@
 
 It ends in one of three ways:
 - every worker exits with 0: the services are asked to drain; the exit code is 0.
-- a worker fails without a restart left (see `workers`), or a service fails: everything else is ended; its exit code is
-  that of the command. Its traceback, and below it a line that names it and its error, are the last on the screen. A
-  service that fails is started again if the job can go on with it; see `_Launcher._watch_service`.
+- a worker fails without a restart left (see `workers`), or a service fails: everything else is ended. The command has
+  the exit code of the failed process. Its traceback, and below it a line that names it and its error, are the last on
+  the screen. A service that fails is started again if the job can go on with it; see `_Launcher._watch_service`.
 - Ctrl-C, SIGTERM or SIGHUP: workers are ended first (after Ctrl-C by SIGINT, as `KeyboardInterrupt`), then services by
   SIGTERM; the exit code is 128 plus the signal, such as 130 or 143. A second signal kills all.
 """
@@ -341,7 +341,7 @@ class _Launcher:
         return "its workers come back"
 
     def _start_again(self, at: int) -> Process:
-        """Start another process in the place of a service, where others look for it."""
+        """Start another process for a service; a coordinator or proxy gets the port of its predecessor."""
         if at >= self._first_shard:
             return self._start_shard(at - self._first_shard, self._address)
         if at == 0 and self._starts_coordinator:
@@ -371,9 +371,8 @@ class _Launcher:
         return 128 + number
 
     async def _await_causes(self) -> None:
-        """Wait for a while for workers that are dying, or whose error was on the screen before that of the failed.
-
-        They are the cause. A worker that the launcher signals before it ends counts as ended by the launcher.
+        """Wait for a while for workers that are dying, or that wrote an error before the failed process did. They are
+        the cause. A worker that the launcher signals before it ends counts as ended by the launcher.
         """
         failed_at = min((p.source.failed_at or 0 for p in self._failed()), default=0)
         running = [p for p in self._workers.exhausted() if p.is_running]

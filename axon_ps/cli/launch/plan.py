@@ -13,11 +13,11 @@ class Launch:
         program: arguments for Python that run the user's program.
         nproc_per_node: workers on this node.
         nnodes: nodes of the job.
-        node_rank: which of them this is; -1 = not given, the coordinator assigns the ranks.
+        node_rank: number of this node; -1 = not given, the coordinator assigns the ranks.
         shards: shard servers of the job, which the launches on all nodes start together; 0 = they run elsewhere.
         min_workers: the fewest workers to continue with; None = all.
-        step_timeout_s: how long a step waits for a worker that takes no part; None = for ever.
-        max_restarts: how often each worker of this node is restarted when it fails.
+        step_timeout_s: seconds that workers wait in a step for a worker that takes no part; None = for ever.
+        max_restarts: most restarts of each worker of this node after it fails.
         standby: processes of this node that have imported everything and wait to replace a worker.
         master_addr: address of node 0.
         master_port: port for torch.distributed's own store; 0 = any free one.
@@ -26,16 +26,16 @@ class Launch:
         advertise: address at which other nodes reach this node's shard servers; empty = found automatically.
         state: the embedded coordinator's state store; empty = a file that goes with the launch.
         resume: checkpoint to start from, or empty.
-        checkpoint_dir: where the embedded coordinator writes checkpoints by itself; empty = it writes none.
-        checkpoint_every: how often, as the user gave it.
-        checkpoint_limit: how many of them remain.
+        checkpoint_dir: directory in which the embedded coordinator writes checkpoints by itself; empty = none.
+        checkpoint_every: steps or time between two of them, as the user gave it.
+        checkpoint_limit: number of them that remain.
         proxy: whether this node's workers share one session with the coordinator.
-        replication: how many shard servers hold each slice; 0 = two, if there are as many.
-        connect_timeout_s: how long to wait for a coordinator that this launch does not start.
+        replication: number of shard servers that hold each slice; 0 = two, if there are as many.
+        connect_timeout_s: seconds to wait for a coordinator that this launch does not start.
         token: the job's secret, or a token of a role; empty = none.
         tls: whether its processes use mutual TLS by the job's own authority, on loopback, too.
-        http_port: of the embedded coordinator's HTTP endpoint; shard servers of this node have the next ones, then its
-            workers. 0 = any free one for each, None = there are none.
+        http_port: port of the embedded coordinator's HTTP endpoint; shard servers of this node have the next ones, then
+            its workers. 0 = any free one for each, None = there are none.
     """
 
     program: tuple[str, ...]
@@ -75,10 +75,10 @@ class Launch:
         return self.state not in ("", "memory")
 
     def http_port_of(self, index: int) -> int | None:
-        """Return the HTTP port of a shard server of this node, by its position here, from 0."""
+        """Return the HTTP port of a shard server by its index on this node; the next index is the workers'."""
         return self.http_port and self.http_port + 1 + index
 
     @property
     def shards_here(self) -> int:
-        """Shard servers of this node: round-robin over the nodes, which spreads the traffic over all network cards."""
+        """Number of shard servers of this node. Nodes get them round-robin, so all network cards share the traffic."""
         return len(range(max(self.node_rank, 0), self.shards, self.nnodes))

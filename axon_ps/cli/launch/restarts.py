@@ -16,12 +16,12 @@ class Restarts:
     """The restarts of a worker's rank, or of a service.
 
     Args:
-        limit: how many there may be.
+        limit: most restarts.
         now: the time, in seconds; the first process starts.
         in_a_row: whether the limit is for those in a row, each within `STEADY_S`; else it is for all of them.
 
     Attributes:
-        limit: as given.
+        limit: most restarts.
         count: restarts so far, of those that the limit is for.
     """
 

@@ -201,12 +201,12 @@ def _resume(launch: Launch, checkpoint_dir: str) -> str:
     from axon_ps.storage.manifest import newest, nothing_at, read_manifest
 
     if launch.resume != AUTO:
-        if not launch.has_state:  # else the coordinator looks: its state may have the job
+        if not launch.has_state:  # else the coordinator reads it: its state may have the job
             read_manifest(launch.resume)
         return launch.resume
     found = newest(checkpoint_dir)
     if launch.checkpoint_every:
-        return ""  # the coordinator takes the newest, unless its state has the job, and says so
+        return ""  # the coordinator takes and logs the newest, unless its state has the job
     if found is None:
         then = "the job begins anew" if not launch.has_state else "the job begins anew, unless its state has it"
         print(f"axon-ps: --resume auto: {nothing_at(checkpoint_dir)}; {then}", file=sys.stderr)

@@ -37,8 +37,8 @@ async def followed(
     Args:
         settings: those that name the job.
         job: its known state.
-        first_s: how long the first answer may take; None = as long as connecting may.
-        patience_s: how long the coordinator may be silent later.
+        first_s: seconds that the first answer may take; None = as many as connecting may take.
+        patience_s: seconds for which the coordinator may be silent later.
 
     Raises:
         AxonError: the coordinator has never answered, refuses, or was silent for too long.

@@ -57,7 +57,7 @@ async def watch_status(settings: Settings, every_s: float, timeout_s: float) -> 
 
 
 async def show_top(settings: Settings, console: Console) -> None:
-    """Print the present state once: standard output or input is not a terminal."""
+    """Print the present state once, if standard output or input is not a terminal."""
     state = WatchedJob()
     async with contextlib.aclosing(followed(settings, state)) as changes:
         async for _ in changes:
@@ -67,7 +67,7 @@ async def show_top(settings: Settings, console: Console) -> None:
 
 
 class LiveTop:
-    """The live picture of a job, and the settings that keys change. Made on the event loop, or before it runs.
+    """The live picture of a job, and the settings that keys change. It is made on the event loop, or before that runs.
 
     Args:
         settings: those that name the job.

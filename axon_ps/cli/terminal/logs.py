@@ -34,7 +34,7 @@ async def show_logs(settings: Settings, wanted: Wanted, *, follow: bool, as_json
 
 
 async def _records(settings: Settings, *, follow: bool) -> AsyncGenerator[Sequence[logs_pb2.LogRecord], None]:
-    """Yield the records that are there; then, to `follow`, new ones until the job has finished. Batches are by time.
+    """Yield the records that are there and, if `follow`, new ones until the job has finished; batches are by time.
 
     Missing records are reported on standard error. A coordinator that does not answer is called again for a while.
 

@@ -39,9 +39,9 @@ def works_of(status: Status) -> list[LongWork]:
 
 
 async def follow_work(ask: Callable[[], Awaitable[Status]], work: LongWork) -> None:
-    """Keep `work` as far as the servers are with work of its kind, until cancelled."""
+    """Copy the servers' progress with work of its kind to `work`, again and again, until cancelled."""
     while True:
-        with contextlib.suppress(AxonError):  # the caller's own call says what is wrong
+        with contextlib.suppress(AxonError):  # the caller's own call raises the error
             for found in works_of(await ask()):
                 if found.kind == work.kind:
                     work.total_bytes, work.done_bytes = found.total_bytes, found.done_bytes

@@ -26,7 +26,7 @@ class Progress:
 
     Args:
         what: a word for the work: "verifying".
-        work: the work; its owner advances it.
+        work: the work, which the caller or another thread advances.
         out: the destination; None = nothing is shown.
         line_s: pause between lines where `out` is not a terminal, in seconds.
         clock: returns monotonic seconds.

@@ -70,9 +70,9 @@ def rendered(reply: Status, address: str, note: str = "", *, width: int = _WIDE)
 
     Args:
         reply: the status.
-        address: of the coordinator.
+        address: address of the coordinator.
         note: the reason why nothing newer is known; empty = none.
-        width: of the terminal; a narrow one has fewer columns.
+        width: width of the terminal; a narrow one has fewer columns.
     """
     table, over = _members_table(reply, width), reply.membership.is_over
     lines = [Text.assemble("job ", (reply.job, "bold"), f" at {address}: {reply.headline}")]

@@ -40,10 +40,10 @@ def rendered(
 
     Args:
         state: its known state.
-        address: of the coordinator.
-        width, height: of the terminal.
+        address: address of the coordinator.
+        width, height: size of the terminal.
         sort: the order of members; see `WatchedJob.members`.
-        note: a further line: that it is paused, or why nothing new comes.
+        note: a further line, such as the reason why nothing new comes.
         keys: whether the keys are shown.
     """
     if state.status is None:

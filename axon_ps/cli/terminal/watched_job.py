@@ -15,7 +15,7 @@ POINTS: Final = 240
 EVENTS: Final = 200
 
 SORTS: Final = ("rank", "cost", "sent", "memory")
-"""The orders of members that a key goes through."""
+"""The orders of members, which the key s goes through."""
 
 Key = tuple[Role, int]
 Row = tuple[Role, membership_pb2.Member, watch_pb2.MemberLoad]
@@ -23,15 +23,15 @@ _ROLES: Final = {common_pb2.ROLE_WORKER: Role.WORKER, common_pb2.ROLE_SHARD: Rol
 
 
 class WatchedJob:
-    """The newest of everything; `apply` takes the feed's events in order.
+    """The newest state of a job; `apply` takes the feed's events in order.
 
     Attributes:
         status: the job; None before the first event.
         membership: its members.
-        at_s: when the newest event was made, in seconds since the history began.
+        at_s: the time of the newest event, in seconds since the history began.
         steps: decided steps, oldest first.
-        events: what happened, oldest first.
-        loads: of each member, by role and rank.
+        events: the job's events, oldest first.
+        loads: the load of each member, by role and rank.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ counts and empty arrays are composed of gloo's operations. No other module of co
 Invariants:
 - bf16 and f16 are reduced in f32 and rounded once. The order of reductions is gloo's. Blocks of int8, which gloo moves
   as bytes, are exchanged, and each rank reduces its partition.
-- A message is an envelope (dtype, size, payload tag) under the user's tag, and the payload under a tag of its own; so a
+- A message is an envelope (dtype, size, payload tag) under the user's tag, and the payload under a tag of its own. So a
   message that does not fit can be received and dropped, and concurrent receives of one tag cannot mix up payloads.
 - gloo cannot cancel. But a receive that times out closes the peer's connection. That ends all pending calls on it, at
   both ends. `abort` does just that, and a call that fails publishes the reason in the store.
@@ -452,7 +452,7 @@ _PERFORM: dict[Operation, Callable[[GlooBackend, Request, list[list[int]], float
 
 
 def _tensor(array: Array, dtype: DType) -> Any:
-    """Return the array as a tensor on the same memory; a copy if it is read-only, which torch does not know."""
+    """Return the array as a tensor on the same memory; a copy if it is read-only, which no tensor can be."""
     if not array.flags.writeable:
         array = array.copy()
     if dtype is DType.BF16:

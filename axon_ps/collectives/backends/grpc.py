@@ -1,7 +1,7 @@
 """`GrpcBackend`: the collectives of ranks anywhere, reduced on the way by the job's shard servers.
 
-Every rank sends its contribution to the servers once and receives its result once: an all-reduce of M bytes moves M
-bytes in each direction of a rank's network card, at the same time, where a ring moves 2(n-1)/n·M each way.
+Every rank sends its contribution to the servers once and receives its result once. So an all-reduce of M bytes moves M
+bytes in each direction of a rank's network card, at the same time. A ring moves 2(n-1)/n·M each way.
 
 Owns: the blocking side, and the ranges of arrays that are sent and filled. Refuses: to know how an operation is striped
 over the servers (`aggregation.core.stripes`) and how streams are read and written (`aggregation.client.client`).

@@ -1,7 +1,7 @@
 """The headers that ranks exchange before a collective, if the transport does not compare calls itself.
 
 Owns: the encoding of one rank's call, of one size for all ranks of a group, and the comparison of all ranks' calls.
-Pure.
+It is pure.
 
     header: u8[16 digest | text, padded with zeros | i64 counts: n sent, n received | 1 end mark], n = world_size
 """

@@ -1,11 +1,11 @@
 """`MockBackend`: the collectives of threads of one process, for tests and for trying things out.
 
-Owns: the state that the ranks of a group share. The last rank that comes to a collective performs it for all while the
-others wait, in rank order; so results and errors do not depend on the scheduling of the threads.
+Owns: the state that the ranks of a group share. The last rank that comes to a collective performs it for all, in rank
+order, while the others wait. So results and errors do not depend on the scheduling of the threads.
 
 Invariants:
 - The error that aborts one rank, or its time-out, is raised by the others too, when they need that rank.
-- A message is copied when it is sent, so `send` never waits; it is received also when its sender has gone meanwhile.
+- A message is copied when it is sent, so `send` returns at once. It is received even if its sender has gone meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Round:
-    """One collective: the requests of the ranks that have come, and how it ended."""
+    """One collective: the requests of the ranks that have come, and its outcome."""
 
     requests: dict[int, Request] = field(default_factory=dict)
     done: bool = False

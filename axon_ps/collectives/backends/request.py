@@ -178,7 +178,7 @@ def _check_array(what: str, array: Array, dtype: DType, numel: int, written: boo
         )
     if array.size != numel:
         raise InvalidRequest(f"{what} has {array.size} elements; needed are {numel}")
-    if written and not getattr(array.flags, "writeable", True):  # cupy's arrays always are, and do not say so
+    if written and not getattr(array.flags, "writeable", True):  # cupy's arrays always are, without the flag
         raise InvalidRequest(f"{what} is read-only, and the result goes there; pass an array that can be written")
 
 

@@ -1,1 +1,1 @@
-"""Clients of the coordinator, for members and operators: the session, which survives broken streams, and calls."""
+"""Clients of the coordinator, for members and operators: calls, and a session that is opened again after it breaks."""

@@ -1,4 +1,4 @@
-"""The addresses of a job's coordinators, of which one leads; a client tries them in order.
+"""The addresses of a job's coordinators, of which one leads. A client tries them in order.
 
 A host name may stand for several coordinators. Then each of its IP addresses is tried.
 """
@@ -18,12 +18,12 @@ from axon_ps.rpc.channels import Channel, connect, join_address, split_address, 
 from axon_ps.rpc.security import Security
 
 CONNECT_S: Final = 1.0
-"""Seconds that one of several addresses has to take a connection in the first round; twice as long in each further."""
+"""Seconds that one of several addresses has to take a connection in the first round, doubled in each later round."""
 
 MAX_CONNECT_S: Final = 8.0
 
 RESOLVE_S: Final = 2.0
-"""Seconds that a look-up of a name may take; after that the name is used as it is."""
+"""Seconds that a look-up of a name may take. After that the name is used as it is."""
 
 
 @dataclass(frozen=True)

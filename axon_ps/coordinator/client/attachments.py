@@ -81,7 +81,7 @@ class Attachments:
         return self._loop.submit(self.store(key, Attachment.made(key, content)))
 
     def remove(self, key: str) -> None:
-        """Remove an attachment; later checkpoints do not have it."""
+        """Remove an attachment. Later checkpoints do not have it."""
         self._loop.run(self._coordinator.kv_delete(header_key(key), self._timeout_s), self._timeout_s)
 
     def header(self, key: str) -> Header:

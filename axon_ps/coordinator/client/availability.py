@@ -11,7 +11,9 @@ from axon_ps.rpc.deadlines import Deadline
 
 
 class Availability:
-    """A session is down at first and while it reconnects; it may fail permanently. One event loop.
+    """A session is down at first and while it reconnects. It may fail permanently.
+
+    It is used on one event loop.
 
     Attributes:
         is_up: whether messages can be sent on it.
@@ -35,7 +37,7 @@ class Availability:
         self._settled.clear()
 
     def fail(self, error: AxonError) -> bool:
-        """Note that it has failed; return False if it had failed before, with another error."""
+        """Note that it has failed; return False if it had failed before."""
         if self.error is not None:
             return False
         self.is_up, self.error = False, again(error)
@@ -76,7 +78,7 @@ async def in_time(waiting: Awaitable[None], deadline: Deadline, late: str) -> No
     """Wait for something until a deadline.
 
     Raises:
-        Timeout: the deadline is over; its message is `late`.
+        Timeout: the deadline is over. Its message is `late`.
     """
     left_s = deadline.remaining()
     try:

@@ -1,7 +1,7 @@
 """The coordinator's unary methods that members and operators call: barriers, the key-value store, checkpoints.
 
 `Calls` is the common base of their clients. A member's calls are delayed until its session is up, so a restart of the
-coordinator is a pause. Calls that can be retried safely are retried until the caller's deadline.
+coordinator is a pause. A call is retried until its deadline after errors that make this safe; `status` never is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from axon_ps.wire.events import CheckpointReply, Registered, SnapshotFile, Statu
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, status_pb2
 
 DEFAULT_TIMEOUT_S = 60.0
-"""Deadline of a call that waits for no other member."""
+"""Deadline of a call that does not depend on other members."""
 
 ANSWER_S = 2.0
 """Seconds after its deadline in which a call may be answered: the coordinator's error names the missing members."""
@@ -41,8 +41,10 @@ _RETRY_ANY = (*NOT_BEGUN, GenerationChanged)
 class Calls(ABC):
     """Unary calls to a coordinator.
 
+    Each also raises the errors of the connection, and `InvalidRequest` for a malformed argument.
+
     Attributes:
-        retries: whether calls are retried if that is safe; otherwise they fail at once.
+        retries: whether calls are retried if that is safe. Otherwise they fail at once.
     """
 
     retries = True
@@ -83,18 +85,18 @@ class Calls(ABC):
         Args:
             spec: layout, dtypes and policy.
             optimizer: the optimizer.
-            timeout_s: how long it may take, in seconds.
+            timeout_s: seconds that it may take.
             name: of the model; empty = that of the first model without a name.
             later: the optimizer is to replace the model's with a later step: it is only checked.
 
         Raises:
-            LayoutMismatch: the job has another one; the message has the first difference.
+            LayoutMismatch: the job has another one. The message has the first difference.
             InvalidRequest: it is invalid, or a shard server does not know the optimizer or a compressor.
             Misuse: an optimizer comes before any layout.
             Busy: the job can have no more models, or the shard servers have no memory for it.
             CheckpointError: the job is to resume from a checkpoint that cannot be read.
             MemberLost: a shard server that is to hold slices of the model did not come in time.
-            Timeout: the worker whose layout counts has not registered it; the message names that worker.
+            Timeout: the worker whose layout counts has not registered it. The message names that worker.
 
         After an error: registering again is harmless.
         """
@@ -130,7 +132,7 @@ class Calls(ABC):
             InvalidRequest: the model of that number has another name.
             Busy: a checkpoint is being written.
 
-        After an error: it may be gone; releasing it again is harmless.
+        After an error: it may be gone. Releasing it again is harmless.
         """
         request = coordinator_pb2.ReleaseRequest(context=self.context(), model=model, name=name)
         reply = await self._call("Release", lambda: request, Deadline(timeout_s), again=RETRY_IDEMPOTENT)
@@ -140,17 +142,17 @@ class Calls(ABC):
         """Return when every worker in `ranks` (all workers, when empty) has called this with the same name.
 
         Returns:
-            The generation in which it opened; our membership is at least that one.
+            The generation in which it opened. Our membership is at least that one.
 
         Raises:
-            Timeout: some have not come; the message names them.
+            Timeout: some have not come. The message names them.
             MemberLost: one of `ranks` was lost while we waited.
             GenerationChanged: `ranks` is empty, and the set of all workers has changed while we waited.
             Disagreement: the missing workers wait in a step for workers that wait here.
             InvalidRequest: the name is empty or too long, or this worker is not one of `ranks`.
 
-        After an error: others may have passed. If the connection to the coordinator breaks, the call is retried; if
-        the barrier had just opened, no other worker comes and this ends with `Timeout`.
+        After an error: others may have passed. If the connection to the coordinator breaks, the call is retried. If
+        the barrier had just opened, no other worker comes, and this one waits until the time-out.
         """
         deadline = Deadline(timeout_s)
 
@@ -182,6 +184,7 @@ class Calls(ABC):
 
         Raises:
             Timeout: it was not stored in time.
+            Busy: too many calls are pending.
         """
         return bytes((await self._kv(coordinator_pb2.KV_OP_WAIT, key, timeout_s, waits=True)).value)
 
@@ -192,7 +195,7 @@ class Calls(ABC):
             InvalidRequest: the stored value is not an integer, or the sum has more than 64 bits.
             Busy: the store is full.
 
-        After an error: when it is `Broken` or `Timeout`, the amount may have been added; it is not added again.
+        After an error: when it is `Broken` or `Timeout`, the amount may have been added. It is not added again.
         """
         return int((await self._kv(coordinator_pb2.KV_OP_ADD, key, timeout_s, amount=amount, again=_RETRY_ANY)).sum)
 
@@ -240,7 +243,7 @@ class Calls(ABC):
         Args:
             uri: directory or fsspec URI that every shard server and the coordinator reach.
             extra_json: a JSON object for the caller of a restore.
-            timeout_s: how long it may take, in seconds.
+            timeout_s: seconds that it may take.
             states: files of workers' own state, which are written already.
             background: whether it may take longer, so that steps are slowed less.
 
@@ -270,16 +273,16 @@ class Calls(ABC):
 
         Args:
             uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
-            timeout_s: how long it may take, in seconds.
+            timeout_s: seconds that it may take.
             models: names of the models that go back to it; empty = all.
 
         Raises:
             CheckpointError: it cannot be read. If the manifest shows that, nothing has changed.
             InvalidRequest: it was saved from other models.
             Misuse: no worker has registered a layout yet.
-            Busy: the shard servers have no memory for it; nothing has changed.
+            Busy: the shard servers have no memory for it. Nothing has changed.
 
-        After an error: after `Broken` or `Timeout` the restore may still go on; `status` shows it.
+        After an error: after `Broken` or `Timeout` the restore may still go on. `status` shows it.
         """
         request = coordinator_pb2.RestoreCheckpointRequest(context=self.context(), uri=uri, models=models)
         deadline = Deadline(timeout_s)
@@ -287,9 +290,9 @@ class Calls(ABC):
         return checkpoint_from_proto(reply)
 
     async def drain(self, rank: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> int:
-        """Have a shard server give up its slices while training goes on; then it leaves and ends.
+        """Have a shard server give up its slices while training goes on. Then it leaves and ends.
 
-        Call it again for the progress; the server has left the job when `status` does not name it any more.
+        Call it again for the progress. The server has left the job when `status` does not name it any more.
 
         Returns:
             The number of slices that it still holds.
@@ -343,10 +346,10 @@ class Calls(ABC):
         again: tuple[type[AxonError], ...],
         waits: bool = False,
     ) -> Any:
-        """Call until it succeeds, fails with an error that a retry does not help, or times out.
+        """Call until the call succeeds, fails with an error after which a retry is useless, or times out.
 
-        `MemberLost` is an answer about another member, never a broken connection of this one. So the call is retried
-        after it only where `again` names it.
+        `MemberLost` is an answer about another member, never about a broken connection of this one. So the call is
+        retried after it only if `again` has it.
         """
 
         async def attempt() -> tuple[Any, AxonError | None]:

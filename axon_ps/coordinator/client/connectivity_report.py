@@ -1,4 +1,4 @@
-"""A member's report of whom it reaches, from its probes: see `coordinator.core.reachability`."""
+"""A member's report of the members that it reaches, from its probes: see `coordinator.core.reachability`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from axon_ps.wire.events import Connectivity
 
 
 class ConnectivityReport:
-    """The newest findings of a process's probes. One event loop.
+    """The newest findings of a process's probes, on one event loop.
 
     Args:
         lease_s: returns the seconds of silence that the coordinator tolerates.
@@ -22,7 +22,7 @@ class ConnectivityReport:
         self.changed: Callable[[], object] = lambda: None
         self._unreachable: dict[str, set[object]] = {}  # by incarnation, the probes that could not reach it
         self._reached: set[str] = set()
-        self._sent: set[str] = set()  # of these, on the present stream
+        self._sent: set[str] = set()  # those reported on the present stream
 
     def found(self, incarnation: str, by: object, *, reached: bool) -> None:
         """Note that some probes have reached a member, or could not reach it for long."""

@@ -10,7 +10,7 @@ Note: [Once, in order]
 
 Note: [Several models]
     Each model has its own decisions, restores and messages. A model that was released while the stream was broken is
-    named in the Welcome; nothing is sent about it any more.
+    named in the Welcome. Nothing is sent about it any more.
 
 Note: [Knowledge]
     The received events are also sent to a coordinator whose state is older; see `coordinator.core.restart.knowledge`.
@@ -246,7 +246,7 @@ class Delivery:
         reports[message.corrupted.slice] = message
 
     def record_copied(self, message: session_pb2.SessionRequest) -> None:
-        """Record our report that slices were received; if it is lost, they are copied again."""
+        """Record our report that slices were received. If it is lost, they are copied again."""
         for number in message.copied.slices:
             self._of(message.copied.model).corrupted.pop(number, None)
 
@@ -309,7 +309,7 @@ class Delivery:
                 replica_clock=of,
                 model=number,
             )
-            # It counts as a step only if the membership's step is later: a vote while members were missing is of none.
+            # A vote while members were missing is of no step: it counts as one only if the membership's step is later.
             model.step = max(model.step, min(abort.step, first_step - 1))
             aborts.append(abort)
         return aborts

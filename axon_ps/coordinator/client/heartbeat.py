@@ -1,4 +1,4 @@
-"""A member's heartbeat: measurements, logs, and a report of whom it reaches; and a warning when heartbeats are late."""
+"""A member's heartbeat (measurements, logs, the members that it reaches), and a warning when heartbeats are late."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def heartbeat(
     Args:
         measure: returns the member's measurements, by name.
         log: the log of its process; None = another member of the process sends it.
-        connectivity: its report of whom it reaches; None = no report.
+        connectivity: its report of the members that it reaches; None = no report.
     """
     try:
         measured = dict(measure())

@@ -29,7 +29,7 @@ SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 SILENCE_S: Final = 5.0
-"""A feed that is silent for this long is broken; it has an event every half second."""
+"""A feed that is silent for this long is broken: a feed has an event every half second."""
 
 AGAIN_S: Final = 0.5
 """Seconds before a broken feed is opened again."""
@@ -42,7 +42,7 @@ class OperatorClient(Calls):
         address: "host:port" of the coordinator, or several with commas between them: the leader is called.
         security: TLS and token.
         job: name of the job; empty = the coordinator's.
-        retries: whether calls are retried until their deadlines if that is safe; otherwise they fail at once.
+        retries: whether calls are retried until their deadlines if that is safe. Otherwise they fail at once.
 
     Raises:
         ConfigurationError: an address is malformed.
@@ -77,11 +77,11 @@ class OperatorClient(Calls):
         """Yield the job's events as they happen, until closed (`contextlib.aclosing`). It does not end by itself.
 
         Yields:
-            Events of the feed; an event that `begins` makes all earlier ones void. When the feed breaks, the error;
-            then it is opened again, at the coordinator that leads then.
+            Events of the feed, and each error that breaks it. An event that `begins` replaces all earlier ones. After
+            an error the feed is opened again, at the coordinator that leads then.
 
         Raises:
-            AxonError: an error that stays after another try: a wrong token, for example.
+            AxonError: another try is useless: the token is wrong, for example.
         """
         while True:
             try:
@@ -100,7 +100,7 @@ class OperatorClient(Calls):
     async def revoke(
         self, target: str, reason: str = "", timeout_s: float | None = DEFAULT_TIMEOUT_S
     ) -> revocation_pb2.RevokeReply:
-        """Revoke credentials everywhere in the job; a member that had them is lost within a second.
+        """Revoke credentials everywhere in the job. A member that had them is lost within a second.
 
         Args:
             target: the id of a token, the serial number of a certificate, or a member: "worker/3".
@@ -108,7 +108,7 @@ class OperatorClient(Calls):
             timeout_s: seconds it may take.
 
         Raises:
-            InvalidRequest: there is no such member, or it has no credentials of its own that could be revoked.
+            InvalidRequest: there is no such member, it has no credentials of its own, or target or reason is malformed.
             Busy: too many names are revoked.
         """
         request = revocation_pb2.RevokeRequest(context=self.context(), target=target, reason=reason)
@@ -123,12 +123,12 @@ class OperatorClient(Calls):
         Args:
             first: the first step attempt; 0 = the next that has not begun.
             steps: the number of steps.
-            timeout_s: how long to wait for them, in seconds.
+            timeout_s: seconds to wait for them.
             model: name of the model; empty = the only one.
 
         Raises:
             InvalidRequest: there is no such model, the first step has begun, or there are too many steps.
-            Timeout: the steps were not made in time; the message says what the job waits for.
+            Timeout: the steps were not made in time. The message has the reason.
         """
         deadline = Deadline(timeout_s)
         request = trace_pb2.TraceRequest(
@@ -142,7 +142,7 @@ class OperatorClient(Calls):
 
         Args:
             name: of the model; empty = the only one.
-            timeout_s: how long it may take, in seconds.
+            timeout_s: seconds that it may take.
 
         Raises:
             InvalidRequest: the job does not have it (yet).
@@ -182,7 +182,7 @@ class OperatorClient(Calls):
         """Return the address of the leader, else of a standby, which refuses calls and names the leader.
 
         Raises:
-            AxonError: no coordinator answers; the error of the first.
+            AxonError: the error of the first coordinator, if none answers.
         """
         endpoints = list(self._addresses)
         asked = (

@@ -2,10 +2,10 @@
 
 `CoordinatorClient` joins, sends heartbeats, delivers events (in order, on the loop's thread), and sends votes and
 reports. When the stream breaks, it reconnects to the coordinator that leads then. All of it runs on one event loop, the
-loop of `start`. `vote`, `ready`, `initialized` and the reports only queue a message and may be called from any thread.
+loop of `start`. `vote`, `ready`, `initialized` and the reports do not block and may be called from any thread.
 
 Invariants (ensured by `delivery`): events arrive in the coordinator's order, a decision and an order at most once, and
-the generation never falls; every vote is followed by exactly one `Decision` of its step.
+the generation never falls. Every vote is followed by exactly one `Decision` of its step.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _PRINCIPALS: Final = {Role.WORKER: Principal.WORKER, Role.SHARD: Principal.SHARD
 
 
 class CoordinatorClient(Calls):
-    """One member's session. Make it anywhere; `start` and every other coroutine run on one event loop.
+    """One member's session. Make it anywhere. `start` and every other coroutine run on one event loop.
 
     Args:
         address: "host:port" of the coordinator, or several, of which one leads, with commas between them. A malformed
@@ -119,7 +119,7 @@ class CoordinatorClient(Calls):
         incarnation: 32 hex digits; None = a random one.
         listen_address: shard server: "host:port" where workers reach it.
         requested_rank: wanted rank; -1 = any.
-        world_size: worker: how many workers the job starts with; 0 = as the coordinator is configured.
+        world_size: worker: number of workers that the job starts with; 0 = as the coordinator is configured.
         standby: worker: wait until the job has lost a worker, and replace it.
         known: shard server: the optimizers and compressors it can make; None = they are not listed.
         on_event: gets every event, on the loop's thread; must not block. If it raises, the session fails.
@@ -135,7 +135,7 @@ class CoordinatorClient(Calls):
         memory: shard server: returns the memory that it has for parameters; None = not reported.
         state_id: id of the job's durable state, the same for all members; empty before the first Welcome.
         connectivity: the findings of probes, for the coordinator.
-        tracer: this member's spans; those that the coordinator orders are sent to it.
+        tracer: this member's spans. Those that the coordinator orders are sent to it.
         revocations: the names that the servers of this process refuse; gets the job's revoked names.
     """
 
@@ -219,7 +219,7 @@ class CoordinatorClient(Calls):
             InvalidRequest: the coordinator refuses the request: the rank is taken, for example.
             Misuse: it was started before.
 
-        After an error: we are not a member; `close` and make another client to try again.
+        After an error: we are not a member. `close` and make another client to try again.
         """
         if self._task is not None or self._closing:
             raise Misuse("this CoordinatorClient was started before; make a new one")
@@ -242,7 +242,7 @@ class CoordinatorClient(Calls):
             raise
 
     async def close(self, reason: str = "", *, finished: bool = False) -> None:
-        """Leave the job; the others are told at once. Harmless when repeated, or before `start`.
+        """Leave the job. The others are told at once. This is harmless when repeated, or before `start`.
 
         Args:
             reason: for the others' logs.
@@ -428,7 +428,7 @@ class CoordinatorClient(Calls):
         self._availability.changed()
 
     def _fail(self, error: AxonError) -> None:
-        """Fail the session; all calls that wait for it get `error`."""
+        """Fail the session. All callers that wait for it get `error`."""
         if not self._availability.fail(error):
             return
         if self.membership is not None and not self._closing:

@@ -42,20 +42,20 @@ FAILOVER_S: Final = 0.25
 """Most seconds between two rounds, if there are several coordinators: one of them leads soon."""
 
 STANDBY_S: Final = 0.2
-"""Most seconds between two requests of a standby to join."""
+"""Most seconds between two requests of a standby to join, if there is one coordinator."""
 
 RENEW_S: Final = 1.0
 """Seconds between two checks for newer credentials."""
 
 _logger = logging.getLogger(__name__)
 _TEMPORARY: Final = (Broken, Busy, GenerationChanged)
-"""Errors of a session after which joining again may succeed; every other one is final."""
+"""Errors of a session after which joining again may succeed. Every other one is final."""
 
 Message = session_pb2.SessionRequest
 
 
 class Owner(Protocol):
-    """The member whose stream it is; `coordinator.client.session.CoordinatorClient` is one.
+    """The member whose stream it is. `coordinator.client.session.CoordinatorClient` is one.
 
     Attributes:
         address: the coordinators' addresses, as they were given.
@@ -77,7 +77,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Handlers:
-    """The contents of a stream.
+    """The functions that make and take the messages of a stream.
 
     Attributes:
         request: returns the request to join, anew for each stream.
@@ -93,13 +93,13 @@ class Handlers:
 
 
 class SessionStream:
-    """One member's stream, over all its reconnects. One event loop.
+    """One member's stream, over all its reconnects. It is used on one event loop.
 
     Args:
         owner: the member.
-        handlers: of the events on it; they call `attached` when the member may send.
+        handlers: of the events on it. They call `attached` when the member may send.
         security: TLS and credentials.
-        availability: of the session; it is down while there is no stream, or the member may not send yet.
+        availability: of the session. It is down while there is no stream, or the member may not send yet.
         reconnect_timeout_s: seconds for which a broken stream may be opened again.
         standby: whether the member waits until the job has lost a worker.
 
@@ -147,12 +147,12 @@ class SessionStream:
         self._connect()
 
     async def close(self) -> None:
-        """Close the channels; `run` is over."""
+        """Close the channels, after `run` has ended."""
         if self._channel is not None:
             await asyncio.gather(self._channel.close(), *self._retiring)
 
     def send(self, message: Message) -> None:
-        """Queue a message for the present stream; without one it is dropped."""
+        """Queue a message for the present stream. Without one it is dropped."""
         if self._availability.is_up:
             self._outbox.put_nowait(message)
 
@@ -178,7 +178,7 @@ class SessionStream:
         """Maintain a stream until the member has left.
 
         Args:
-            first: limit of the first attempts; later ones have `reconnect_timeout_s`.
+            first: limit of the first attempts. Later ones have `reconnect_timeout_s`.
 
         Raises:
             AxonError: the coordinator refuses the member, or there was no stream in time.

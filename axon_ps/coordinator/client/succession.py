@@ -1,8 +1,8 @@
-"""The search for another leader by a member with a live session: it asks the other coordinators now and then.
+"""The search for another leader by a member with a live session, which asks the other coordinators now and then.
 
-A leader that is frozen or cut off does not end its sessions, and a connection's keepalive takes 15 s to notice. The
-next leader answers at once, and no coordinator answers while another one may lead (see `storage.state_store.base`). So
-if two addresses answer, they belong to the same coordinator.
+A leader that is frozen or cut off does not end its sessions, and keepalive takes up to 15 s to detect it. The next
+leader answers at once, and no coordinator answers while another one may lead (see `storage.state_store.base`). So if
+two addresses answer, they belong to the same coordinator.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def successor(addresses: Addresses, security: Security, job: str) -> Endpo
 
 
 async def _leads(stub: Stub, job: str, timeout_s: float) -> bool:
-    """Return True if a coordinator answers a call; a standby refuses every call."""
+    """Return True if a coordinator answers a call. A standby refuses every call."""
     context = common_pb2.CallContext(job=job)
     request = coordinator_pb2.KVRequest(context=context, op=coordinator_pb2.KV_OP_GET, key="leads")
     try:

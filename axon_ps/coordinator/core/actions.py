@@ -60,7 +60,7 @@ class Outbox:
         self._actions: list[Action] = []
 
     def persist(self, records: Iterable[Record]) -> None:
-        """Write records; a later record of a key replaces an earlier one."""
+        """Write records. A later record of a key replaces an earlier one."""
         for record in records:
             self._records[record.key] = record
 

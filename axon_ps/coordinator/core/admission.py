@@ -1,8 +1,8 @@
-"""Admission: the processes that may join, and how many ranks there are; the roster chooses one. Pure.
+"""Admission: the processes that may join, and the number of ranks. The roster chooses the rank. Pure.
 
-While the job assembles, workers have ranks below its world size; later any number may join. A standby only takes a free
+While the job assembles, workers have ranks below its world size. Later any number may join. A standby only takes a free
 rank below the world size, so it has none until the job has lost a worker. Shard servers have ranks below `num_shards`
-until a model is registered; later more may join. The process that holds the parameters of a rank has a right to it.
+until a model is registered. Later more may join. The process that holds the parameters of a rank has a right to it.
 
 Note: [Workers that join in vain]
     A worker that joins a training job and leaves before a step has counted costs the others two steps. After many such
@@ -29,7 +29,7 @@ WINDOW_S: Final = 60.0
 """Seconds for which such a worker counts."""
 
 MAX_OF_NODE: Final = 16
-"""Such workers of one node within `WINDOW_S`; further workers of the node are refused."""
+"""Such workers of one node within `WINDOW_S`. Further workers of the node are refused."""
 
 MAX_OF_JOB: Final = 128
 """Such workers of the job within `WINDOW_S`: a limit of its own, since workers name their nodes themselves."""
@@ -40,7 +40,7 @@ Displaced: TypeAlias = tuple[tuple[RosterEntry, str], ...]
 
 @dataclass(frozen=True)
 class Admission:
-    """The member that the joiner becomes, and those that it displaces, with the reason."""
+    """The joiner as a member, and the members that it displaces, with the reasons."""
 
     member: Member
     displaced: Displaced
@@ -87,7 +87,7 @@ def _rank_of_shard(
 
 
 def _at_address(assembly: Assembly, request: JoinRequest, lease_s: float) -> RosterEntry | None:
-    """Return the former shard server at a joiner's address: without a session it is dead."""
+    """Return the shard server at a joiner's address, if any. Without a session it must be dead."""
     before = assembly.roster.at_address(request.address)
     if before is not None and before.session is not None:
         raise Busy(
@@ -119,7 +119,7 @@ class FailedJoins:
         self._left.append((now, node))
 
     def check(self, node: str, now: float) -> None:
-        """Refuse a joiner after too many that have left in vain; the message has the time to wait."""
+        """Refuse a joiner after too many have left in vain. The message has the time to wait."""
         while self._left and self._left[0][0] <= now - WINDOW_S:
             self._left.popleft()
         of_node = [left_s for left_s, of in self._left if of == node]

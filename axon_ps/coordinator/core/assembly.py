@@ -8,13 +8,14 @@ Note: [A generation is immutable]
 Note: [Joining together]
     If every join made a generation that is announced to all, a job of n members would have n² announcements. While
     workers are missing, no member needs to know the others. So the members that join within `TOGETHER_S` make one
-    generation, which is announced to them alone. All members get one when the job is complete, when a member is lost,
-    and now and then, so that its status can be followed. In a job of fewer than `FEW` members every join is announced
-    by itself.
+    generation, which is announced to them alone. All members get a generation when the job is complete, when a member
+    is lost, and now and then, so that users can follow its status. In a job of fewer than `FEW` members every join is
+    announced by itself.
 
-Invariants: the generation only grows; a step of a model is decided at most once, in ascending order (where replicas
-step asynchronously it gets its number when it is decided); its version grows by one with every commit and changes
-otherwise only when its values are replaced.
+Invariants:
+- The generation only grows.
+- A step of a model is decided at most once, in ascending order. An asynchronous step gets its number with its decision.
+- The version of a model grows by one with every commit, and changes otherwise only when its values are replaced.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TOGETHER_S: Final = 0.05
 """Least seconds for which joins are collected into one generation."""
 
 TOGETHER_A_MEMBER_S: Final = 5e-5
-"""Seconds per member for which they are collected in a large job: a generation costs time in proportion to these."""
+"""Seconds per member for which they are collected in a large job: a generation costs time for each of them."""
 
 ANNOUNCE_S: Final = 1e-3
 """Least seconds per member between two generations for all: several times the cost of announcing one to a member."""
@@ -92,10 +93,10 @@ class Assembly:
 
     Args:
         config: of the job.
-        durable: as it was before the coordinator's restart.
+        durable: the state before the coordinator's restart.
         models: the models of the job.
         out: gets the records to write and the events to send.
-        now: the time; members from before the restart have one lease from now to come back.
+        now: the time. Members from before the restart have one lease from now to come back.
     """
 
     def __init__(
@@ -154,9 +155,10 @@ class Assembly:
         now: float = 0.0,
         sessions: Sequence[int] | None = None,
     ) -> None:
-        """Make the next generation: without the `lost` (or `finished`) members, with `joined` on `session`.
+        """Make the next generation: without `lost` members, which may have `finished`, and with `joined` on `session`.
 
-        See Note: [A generation is immutable]. It is sent to `sessions` (None = all); the others get a later one.
+        The generation is sent to `sessions` (None = all). The others get a later one.
+        See Note: [A generation is immutable].
         """
         initialized = self.initialized()
         if joined is not None and joined.role is Role.WORKER and self.membership.is_over:
@@ -202,7 +204,7 @@ class Assembly:
         return entry
 
     def greet(self, entry: RosterEntry, *, joined: bool) -> None:
-        """Send everything but the membership to a member that has just opened a stream. The membership comes last.
+        """Send everything but the membership to a member that has just opened a stream. The caller sends that last.
 
         The decisions that it may have missed come first, then the models' states, which are newer. Before the
         decisions of a model a shard server gets the optimizer, whose registration it may have missed, too. A new
@@ -239,7 +241,7 @@ class Assembly:
         )
 
     def announce(self, model: Model, *, full: bool = True) -> None:
-        """Send all members the state of a model; shard servers also get its layout if `full`."""
+        """Send all members the state of a model. Shard servers also get its layout if `full`."""
         state = model.state(self.shards())
         if not full:
             self._out.push(self.roster.sessions(), state)

@@ -2,7 +2,7 @@
 
 A barrier is identified by its name and its ranks. A barrier with ranks opens when all of them have arrived, and fails
 when one of them is lost. A barrier without ranks is for all workers of a complete generation: it does not open before
-the job is complete. It fails with `GenerationChanged` when that generation is over, since "all workers" has changed.
+the job is complete. It fails with `GenerationChanged` when that generation is over, unless workers have only finished.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Key = tuple[str, tuple[int, ...]]
 @dataclass
 class _Barrier:
     generation: int = 0
-    """Without ranks: the complete generation that waits; 0 while the job assembles."""
+    """Without ranks: the complete generation whose workers wait; 0 while the job assembles."""
     calls: dict[int, int] = field(default_factory=dict)
     """Call by rank."""
     fails_s: float = math.inf
@@ -104,7 +104,7 @@ class Barriers:
     def generation_changed(
         self, membership: Membership, lost: Sequence[int], reason: str, *, finished: bool = False
     ) -> None:
-        """Apply a change of membership; `lost` are the ranks of the workers that left, or have `finished`.
+        """Apply a change of membership. `lost` are the ranks of the workers that left, or have `finished`.
 
         A barrier of all workers opens without those that have finished.
         """

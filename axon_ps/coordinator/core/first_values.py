@@ -50,7 +50,7 @@ class FirstValues:
         return "" if first == incarnation or first in self.waiting else first
 
     def claim_upload(self, incarnation: str, there: Sequence[str]) -> bool:
-        """Return True if the caller is to upload the first values; `there` are the workers that count, by rank.
+        """Return True if the caller is to upload the first values. `there` are the workers that count, by rank.
 
         See Note: [Whose values are first].
         """

@@ -2,7 +2,7 @@
 
 A change of members makes a new generation, which ends the steps under way. A shard server that wants to join a training
 job, or that was drained, can wait. The decision on the next step names the generation that begins with the step after
-it, so every worker takes its next ticket in that generation. When the members change for another reason, the waiting
+it. So every worker takes its next ticket in that generation. When the members change for another reason, the waiting
 servers join and leave with that change. They also do so when no step ends for much longer than steps take.
 """
 
@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from axon_ps.wire.events import JoinRequest
 
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 45.0
-"""Least and most seconds for which a change of shard servers waits for the end of a step; a joiner waits a minute."""
+"""Least and most seconds for which a change of shard servers is deferred to the end of a step.
+
+A joining server gives up after a minute by default.
+"""
 
 STEPS_OF_PATIENCE = 3.0
-"""Multiple of the last step's duration for which it waits, between these bounds."""
+"""Multiple of the last step's duration for which it is deferred, between these bounds."""
 
 
 @dataclass(frozen=True)

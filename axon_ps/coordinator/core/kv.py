@@ -49,7 +49,7 @@ class KVResult:
 
 
 class KeyValues:
-    """Keys, values, and the calls that wait for them.
+    """Keys, values, and the pending calls of `wait`.
 
     Args:
         values: the values stored before the coordinator's restart.
@@ -69,10 +69,10 @@ class KeyValues:
         return len(self._values)
 
     def put(self, call: int, key: str, value: bytes, *, own: bool = False) -> None:
-        """Store a value; for the coordinator's `own` values a full store has `RESERVED_BYTES` more.
+        """Store a value. For the coordinator's `own` values a full store has `RESERVED_BYTES` more.
 
         Raises:
-            InvalidRequest: key or value is too long.
+            InvalidRequest: the key is empty, or key or value is too long.
             Busy: the store is full.
         """
         self._store(key, value, RESERVED_BYTES if own else 0)
@@ -87,7 +87,7 @@ class KeyValues:
         return sorted(key for key in self._values if key.startswith(prefix))
 
     def put_own(self, values: Mapping[str, bytes]) -> None:
-        """Store values of the coordinator, all or none; its bounds are in the docstring of this module.
+        """Store values of the coordinator, all or none. Its bounds are in the docstring of this module.
 
         Raises:
             InvalidRequest: a key or a value is too long.
@@ -113,10 +113,10 @@ class KeyValues:
         self._out.reply(call, KVResult(value is not None, value or b""))
 
     def wait(self, call: int, key: str, now: float, timeout_s: float, caller: str = "") -> None:
-        """Read a value as soon as there is one; the answer is `Timeout` after `timeout_s`.
+        """Read a value as soon as there is one. The answer is `Timeout` after `timeout_s`.
 
         Raises:
-            Busy: too many calls wait, of `caller` or of all.
+            Busy: too many calls are pending, of `caller` or of all.
         """
         _check_key(key)
         value = self._values.get(key)
@@ -204,7 +204,8 @@ class KeyValues:
     def _store(self, key: str, value: bytes, reserved_bytes: int = 0) -> None:
         _check(key, value)
         grown = self._bytes + _cost(key, value) - self._cost_of(key)
-        if grown > max(self._bytes, MAX_TOTAL_BYTES + reserved_bytes):  # a store that shrinks is always accepted
+        # a value that does not enlarge the store is always accepted
+        if grown > max(self._bytes, MAX_TOTAL_BYTES + reserved_bytes):
             raise Busy(
                 f"the key-value store holds {self._bytes} of {MAX_TOTAL_BYTES} bytes, which is the most of a job; "
                 "delete what is not needed, and keep large values elsewhere"

@@ -3,9 +3,9 @@
 Note: [Finished]
     A worker that leaves as *finished* needs no replacement, unlike a dead one: the job needs one worker less (see
     `Assembly.needed_workers`). Barriers of all workers go on without it. Later memberships name it, so that the
-    messages it sent before are still delivered. A synchronous step that the others are in does abort, since its average
-    would be of other replicas than those that pushed. When the last worker has finished, the job is over, and workers
-    that join begin it anew. When the last worker has died, its replacement goes on.
+    messages it sent before are still delivered. A synchronous step of the others does abort, since its average would be
+    of other replicas than those that pushed. When the last worker has finished, the job is over, and workers that join
+    begin it anew. When the last worker has died, its replacement goes on.
 
 Note: [Between two steps]
     Shard servers that join or have been drained wait for the end of a step (`handover`). A server whose connection has
@@ -137,7 +137,7 @@ class Members:
     def reported(
         self, entry: RosterEntry, metrics: Mapping[str, float], connectivity: Connectivity | None, now: float
     ) -> None:
-        """Take a member's measurements and its report of whom it reaches; an empty one changes nothing."""
+        """Take a member's measurements and its report of the members that it reaches. An empty one changes nothing."""
         entry.metrics = dict(metrics) or entry.metrics
         if connectivity is not None:
             self.reachability.reported(entry, connectivity, now)
@@ -261,7 +261,7 @@ class Members:
             self.placements.plan(now)
 
     def forget(self, session: int) -> None:
-        """Forget a process that is not a member yet; its stream is over."""
+        """Forget a process that is not a member yet. Its stream is over."""
         self._handover.joining.pop(session, None)
 
     def pending(self, now: float | None) -> list[str]:
@@ -270,7 +270,7 @@ class Members:
         return [*cuts, *self.placements.pending(), *self._handover.pending()]
 
     def _can_wait(self) -> bool:
-        """Return True if the job is training, so that a change of shard servers can wait for the end of a step."""
+        """Return True if the job is training, so that changes of shard servers can be deferred to the end of a step."""
         a = self._assembly
         trains = any(m.open and m.version > 0 and not m.attempts.asynchronous for m in self._models.registered)
         return a.membership.complete and bool(a.membership.workers) and trains

@@ -132,7 +132,7 @@ class Model:
 
     @property
     def run_began(self) -> int:
-        """The version that the present run of the workers began with, or that was restored in it."""
+        """The version with which the present run of the workers began, or the one restored in it."""
         return self.holders.parameters.run_began
 
     def updated(self, decision: Decision) -> list[Record]:
@@ -178,7 +178,7 @@ class Model:
             shards: the live shard servers.
             copies: the number of copies that each slice is to have.
             steps_per_s: its rate.
-            awaited: ranks of servers that may be dead, since they have not come back yet; their copies do not count.
+            awaited: ranks of servers that may be dead, since they have not come back yet. Their copies do not count.
         """
         spec, placement = self.registration.spec, self.holders.parameters.placement
         state = self.state(shards)
@@ -241,7 +241,7 @@ class Models:
         raise InvalidRequest(f"the job does not have {wanted} (yet); it has {names or 'none'}")
 
     def step_of(self, name: str) -> tuple[int, int]:
-        """Return the number of a registered model, and its present step; errors are those of `described`."""
+        """Return the number of a registered model, and its present step. Errors are those of `described`."""
         model = self.described(name)
         return model.number, model.step
 

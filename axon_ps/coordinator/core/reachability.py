@@ -4,7 +4,7 @@ A member that has waited for another one asks it for an answer of the size of re
 in its heartbeats (`aggregation.client.probes`). Every step needs both, so no step commits while both are members.
 
 Note: [Who goes]
-    A report counts when it has stood for `WINDOW` of a lease, so that all others have had time to report, too. The
+    A report counts when it is `WINDOW` of a lease old, so that all others have had time to report, too. The
     member that it names must also have been heard since: a silent member is removed by its lease. Of two members, that
     with more unreachable others goes; of equals, a worker before a shard server, and then the newest. A worker
     goes only if as many others remain as the job needs, a shard server only if each of its slices has another complete
@@ -37,10 +37,10 @@ from axon_ps.types import Role
 from axon_ps.wire.events import Connectivity, JoinRequest
 
 WINDOW: Final = 1 / 3
-"""Fraction of a lease for which a report stands before a member is removed."""
+"""Age of a report at which a member is removed, as a fraction of a lease."""
 
 LEAST_WINDOW_S: Final = 0.5
-"""Least seconds for which it stands, also with short leases."""
+"""Least seconds of that age, also with short leases."""
 
 RECHECK_S: Final = 1.0
 """Seconds between two checks of the members that may go."""
@@ -49,7 +49,7 @@ MOST_PAUSE_S: Final = 120.0
 """Most seconds for which a member that was removed several times is refused."""
 
 MAX_REFUSED: Final = 1 << 10
-"""Most processes that are remembered as gone; the oldest are forgotten."""
+"""Most processes that are remembered as gone. The oldest are forgotten."""
 
 _MAX_NAMED: Final = 4
 

@@ -62,7 +62,7 @@ class ParameterState:
         lost: by incarnation of a lost shard server, the slices that it held.
         lost_version: the version of these slices.
         corrupt: by slice without another copy, the incarnation of the shard server whose memory failed.
-        run_began: the version that the present run of the workers began with, or that was restored in it.
+        run_began: the version with which the present run of the workers began, or the one restored in it.
     """
 
     epoch: int = 0
@@ -96,7 +96,7 @@ class DurableModel:
 
 @dataclass
 class Durable:
-    """All durable state of the coordinator; `models` are by number."""
+    """All durable state of the coordinator. `models` are by number."""
 
     state_id: str = ""
     job: str = ""
@@ -212,7 +212,7 @@ def orders_record(snapshot_id: int) -> Record:
 
 
 def decision_record(decision: Decision) -> Record:
-    """Return the record of a decision; it replaces the decision `HISTORY` steps earlier, or the replica's last."""
+    """Return the record of a decision. It replaces the decision `HISTORY` steps earlier, or the replica's last."""
     return _record(_of(decision.model, _DECISION + _decision_key(decision)), codec.decision_to_proto(decision))
 
 

@@ -32,10 +32,10 @@ class Registration:
         self.name = name
         self.spec = spec
         self.optimizer = optimizer
-        self._given_by: int | None = None  # the rank that gave the layout, if it was since the coordinator's start
+        self._given_by: int | None = None  # the rank that gave the layout, if since the coordinator's start
 
     def check_spec(self, spec: JobSpec, rank: int) -> bool:
-        """Return True if `spec` is the first; a later one must be equal."""
+        """Return True if `spec` is the first. A later one must be equal."""
         if self.spec is None:
             if not spec.layout.units:
                 raise InvalidRequest(f"worker {rank} registers a layout without units; a model needs parameters")

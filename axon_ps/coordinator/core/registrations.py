@@ -7,7 +7,7 @@ refused.
 Note: [Nothing is durable before it can be held]
     Stored models come back after every restart. So a stored model that no server can hold would end every server, again
     and again. Therefore a registration is checked in this order: the model itself, the optimizers and compressors that
-    the shard servers know, their memory (see `placement.capacity`), and the limits of the store. Only then anything is
+    the shard servers know, their memory (see `placement.capacity`), and the limits of the store. Only then is anything
     changed.
 """
 
@@ -39,7 +39,7 @@ from axon_ps.wire import codec
 from axon_ps.wire.events import FIRST_NAME, JobState, Registered
 
 MAX_WAITERS = 1 << 14
-"""Most calls that may wait for other workers' registrations."""
+"""Most calls that may be held until other workers have registered."""
 
 
 class Registrations:
@@ -113,21 +113,21 @@ class Registrations:
         """Give a model the layout or optimizer of a worker, or compare the worker's with the job's.
 
         Args:
-            call: gets a `Registered`; or the error with which it is refused; or None if another worker's layout comes
-                first: then call `wait` before registering again.
+            call: gets a `Registered`, or the error with which it is refused. If another worker's layout comes first it
+                gets None; then call `wait` before registering again.
             caller: the worker.
             spec: layout, dtypes and policy.
             optimizer: the optimizer.
             resume: the checkpoint to begin with instead of uploaded values; used by the first spec only.
             now: the time.
-            name: of the model; a new name adds a model to the job.
-            later: whether the optimizer is to replace the model's with a later step; now it is only checked.
+            name: of the model. A new name adds a model to the job.
+            later: whether the optimizer is to replace the model's with a later step. Now it is only checked.
 
         It is refused with:
             LayoutMismatch: it differs from the job's.
             InvalidRequest: it is invalid, or a shard server does not know the optimizer or a compressor.
             Misuse: an optimizer comes before any layout.
-            Busy: the job can have no more models, or the shard servers have no memory for it; the message has the bytes
+            Busy: the job can have no more models, or the shard servers have no memory for it. The message has the bytes
                 that each needs and has. Nothing is durable then.
             MemberLost: a shard server that is to hold some of it is absent.
 
@@ -156,7 +156,7 @@ class Registrations:
 
         Raises:
             GenerationChanged: the caller is not a member.
-            Busy: too many calls wait.
+            Busy: too many calls are held.
         """
         entry = self._callers.member(caller, Role.WORKER, "registers")
         self._waiting.add(call, entry.member.incarnation, now, timeout_s)
@@ -165,7 +165,7 @@ class Registrations:
         return self._out.take()
 
     def release(self, call: int, caller: Caller, number: int, name: str) -> list[Action]:
-        """Release a model; `call` gets True if it was registered.
+        """Release a model. `call` gets True if it was registered.
 
         Raises:
             InvalidRequest: it has another name.
@@ -183,7 +183,7 @@ class Registrations:
         return self._out.take()
 
     def settle(self) -> None:
-        """Answer the calls that need not wait any more."""
+        """Answer the calls that need not be held any more."""
         for call, waiting in list(self._calls.items()):
             if not self._first(*waiting):
                 self.cancel(call)

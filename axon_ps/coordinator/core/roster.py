@@ -20,7 +20,7 @@ from axon_ps.types import Member, Role, numbered
 from axon_ps.wire.events import JoinRequest, KnownNames, ServerMemory
 
 MAX_MEMBERS = 1 << 14
-"""Most members of one role; beyond it a joiner is refused."""
+"""Most members of one role. Beyond it a joiner is refused."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class RosterEntry:
     """One member.
 
     Attributes:
-        member: the process; `local_rank` and `replica` are filled in by `Roster.members`.
+        member: the process. `local_rank` and `replica` are filled in by `Roster.members`.
         deadline: when its lease is over; moved by `Roster.renew`.
         session: its stream, if it has one.
         metrics: those of its newest heartbeat.
@@ -86,7 +86,7 @@ def name_of(member: Member) -> str:
 
 
 def names_of(members: Sequence[Member]) -> str:
-    """Return the names of several members in errors; a long list is cut."""
+    """Return the names of several members in errors. A long list is cut."""
     named = ", ".join(name_of(member) for member in members[:_MAX_NAMED])
     return named if len(members) <= _MAX_NAMED else f"{named} and {len(members) - _MAX_NAMED} more"
 

@@ -3,7 +3,7 @@
 An event is a method that returns the actions it causes, in order: a method of `CoordinatorState`, or of its
 `registrations`, `snapshots`, `restores` and `revocations`. `Persist`, if there is one, comes first, so nothing is
 announced that is not durable. An event that must be refused raises, and has changed at most a lease. A call also raises
-the errors of `access.callers`. The time is passed in and only ever compared. Events of a session whose member is lost
+the errors of `access.callers`. The time is passed in, and no clock is read. Events of a session whose member is lost
 are ignored. `coordinator.core` lists its components.
 """
 
@@ -52,13 +52,13 @@ from axon_ps.wire.v1 import logs_pb2
 
 
 class CoordinatorState:
-    """One job. An event of a session raises `InvalidRequest` if its member has another role than that event.
+    """One job. An event of a session raises `InvalidRequest` if its member's role does not allow the event.
 
     Args:
         config: its configuration.
         now: the time.
         stored: the records of a state store; empty for a new job.
-        new_id: random id that a new job's state gets; an existing state has one.
+        new_id: random id that a new job's state gets. An existing state has one.
 
     Attributes:
         config: the same.
@@ -73,7 +73,7 @@ class CoordinatorState:
         callers: finds the members among callers.
         comeback: the processes that have come back since the coordinator's restart.
         isolation: signs that the coordinator itself is cut off.
-        history: what has happened in the job.
+        history: the past events of the job.
 
     Raises:
         ConfigurationError: the records are not a coordinator's, or are of another job or number of shard servers.
@@ -119,9 +119,8 @@ class CoordinatorState:
 
         Raises:
             PermissionDenied: it names another job.
-            InvalidRequest: its version of axon_ps is incompatible with this one; it was a member under another state
-                than this one; its rank is taken or does not exist, its world size is not the job's, or a shard server
-                does not know an optimizer or a compressor of the job.
+            InvalidRequest: its version of axon_ps is incompatible, it was a member under another state, its rank or its
+                world size does not fit the job, or a shard server does not know an optimizer or a compressor of it.
             Busy: the job has no rank for it, or it may not join yet (`admission`, `reachability`).
         """
         if request.job != self.config.job:
@@ -152,14 +151,14 @@ class CoordinatorState:
         return self._out.take()
 
     def logged(self, session: int, records: Sequence[logs_pb2.LogRecord], dropped: int, now: float) -> list[Action]:
-        """Log the records of a member; before these it `dropped` some."""
+        """Log the records of a member. Before these it `dropped` some."""
         if (entry := self._sender(session, now)) is not None and (records or dropped):
             process = codec.role_to_proto(entry.member.role), entry.member.rank
             self.history.logs.add(process, entry.member.node, records, dropped)
         return self._out.take()
 
     def leave(self, session: int, reason: str, now: float, *, finished: bool = False) -> list[Action]:
-        """Let a member leave; a worker may have `finished` its work: see Note: [Finished] of `members`."""
+        """Let a member leave. A worker may have `finished` its work: see Note: [Finished] of `members`."""
         self.comeback.forget(session)
         if (entry := self._sender(session, now)) is not None:
             self._members.leave(entry, reason, now, finished=finished)
@@ -201,7 +200,7 @@ class CoordinatorState:
     def arrived(
         self, session: int, generation: int, step: int, now: float, *, model: int = 0, blocked: bool = False
     ) -> list[Action]:
-        """Note that a worker has computed everything of a step and waits until the servers take it."""
+        """Note that a worker waits in a step until the servers take its gradients."""
         if (entry := self._sender(session, now, Role.WORKER, "arrives")) is not None:
             self._timed([entry.member.rank], model, generation, step, now)
             self.assembly.stepping.arrived(entry.member.rank, model, generation, step, blocked=blocked)
@@ -250,7 +249,7 @@ class CoordinatorState:
         return self._out.take()
 
     def out_of_memory(self, session: int, number: int, placement: int, error: AxonError, now: float) -> list[Action]:
-        """Take a shard server's report that it has no memory for its slices of a model; it holds the other models."""
+        """Take a shard server's report that it has no memory for its slices of a model. It holds the other models."""
         if (entry := self._sender(session, now, Role.SHARD, "holds parameters")) is not None:
             self.restores.out_of_memory(entry, number, placement, error, now)
         return self._out.take()
@@ -284,7 +283,7 @@ class CoordinatorState:
     # ------------------------------------------------------------------ calls
 
     def drain(self, call: int, caller: Caller, rank: int, now: float) -> list[Action]:
-        """Have a shard server give up its slices, then leave; `call` gets the number of slices that it still holds.
+        """Have a shard server give up its slices, then leave. `call` gets the number of slices that it still holds.
 
         Raises:
             InvalidRequest: there is no such shard server, or no other could take its slices.
@@ -297,12 +296,12 @@ class CoordinatorState:
     def barrier(
         self, call: int, caller: Caller, name: str, ranks: Sequence[int], now: float, timeout_s: float
     ) -> list[Action]:
-        """Have a worker wait for others; `call` gets the generation in which the barrier opened.
+        """Have a worker wait for others. `call` gets the generation in which the barrier opened.
 
         Raises:
             InvalidRequest: the name is empty or too long, or the caller is not a worker of the barrier.
             GenerationChanged: the caller is not a member.
-            Busy: there are too many barriers, or calls that wait at one.
+            Busy: there are too many barriers, or workers that wait at them.
         """
         entry = self.callers.member(caller, Role.WORKER, "waits at a barrier")
         self._barriers.arrive(call, entry.member.rank, name, ranks, self.assembly.membership, now, timeout_s)
@@ -310,7 +309,7 @@ class CoordinatorState:
         return self._out.take()
 
     def kv(self, caller: Caller) -> KeyValues:
-        """Return the key-value store, for one operation of `caller`; `flush` returns the actions it caused.
+        """Return the key-value store, for one operation of `caller`. `flush` returns the actions it caused.
 
         Raises:
             GenerationChanged: the caller is neither a member nor an operator.
@@ -373,7 +372,7 @@ class CoordinatorState:
         self.registrations.lost(entry.member.incarnation, error)
 
     def _pending(self, now: float | None) -> list[str]:
-        """Return the reasons for which the job waits at a time, as text; without it, those that depend on none."""
+        """Return the reasons for which the job waits at a time, as text; without a time, those that need none."""
         waits = [*self.assembly.pending(), *self._members.pending(now), *self._barriers.pending(self.membership)]
         waits += [*self.registrations.pending(), *self.snapshots.pending(), *self.restores.pending()]
         return waits if now is None else [*waits, self.stragglers.longest_wait(now)[1]]
@@ -396,7 +395,7 @@ class CoordinatorState:
         return entry
 
     def _timed(self, ranks: Sequence[int], number: int, generation: int, step: int, now: float) -> None:
-        """Tell the history that workers have completed their work in a step of all replicas."""
+        """Tell the history that workers have voted in a step of all replicas, or wait in it for the servers."""
         model = self.models.get(number)
         present = model is not None and (generation, step) == (self.assembly.generation, model.step)
         if model is not None and present and not model.attempts.asynchronous:

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from axon_ps.errors import Busy
 
 MAX_PER_CALLER = 1 << 8
-"""Most calls of one member (or of all operators) that may wait for the same kind of event."""
+"""Most pending calls of one member (or of all operators) for the same kind of event."""
 
 MAX_WAIT_S = 86400.0
 """Longest wait of a call, also with a longer time-out: a day. A caller that waits longer calls again."""
@@ -61,7 +61,7 @@ class Deadlines(Generic[K]):
         return float("inf")
 
     def expired(self, now: float) -> Iterator[K]:
-        """Yield the keys whose deadline has passed, earliest first; each is removed."""
+        """Yield the keys whose deadline has passed, earliest first. Each is removed."""
         while self.next() <= now:
             key = self._heap[0][2]
             self.remove(key)
@@ -73,11 +73,11 @@ class Deadlines(Generic[K]):
 
 
 class Waiting:
-    """Calls that wait, with their callers and time-outs.
+    """Pending calls, with their callers and time-outs.
 
     Args:
         what: a plural noun for the object of the wait, for errors.
-        most: the number that may wait at a time; of one caller at most `MAX_PER_CALLER`.
+        most: the number that may be pending at a time; of one caller at most `MAX_PER_CALLER`.
     """
 
     def __init__(self, what: str, most: int) -> None:
@@ -91,7 +91,7 @@ class Waiting:
         return len(self._calls)
 
     def add(self, call: int, caller: str, now: float, timeout_s: float) -> None:
-        """Add a waiting call."""
+        """Add a pending call."""
         if self._of_caller[caller] >= MAX_PER_CALLER:
             raise Busy(
                 f"{MAX_PER_CALLER} calls of this process wait for {self._what} already, which is the most of one; "
@@ -105,7 +105,7 @@ class Waiting:
         self._deadlines.set(call, now + timeout_s)
 
     def remove(self, call: int) -> str:
-        """Remove a call, and return its caller; harmless when it does not wait."""
+        """Remove a call, and return its caller; harmless when it is not pending."""
         known = self._calls.pop(call, None)
         if known is not None:
             self._deadlines.remove(call)

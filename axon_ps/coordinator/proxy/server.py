@@ -48,7 +48,7 @@ async def serve(
         port: port to listen on; 0 = any free one.
         security: TLS and token of the job, for both sides.
         ready: called with the port once it listens.
-        stop: set it to end the proxy; its members' sessions end with it.
+        stop: set it to end the proxy. Its members' sessions end with it.
 
     Raises:
         ConfigurationError: addresses or security cannot work.
@@ -83,7 +83,7 @@ async def serve(
 
 
 class _Proxy:
-    """The coordinator's service: every call is forwarded unchanged on the host's session, with its caller."""
+    """The coordinator's service: calls are forwarded unchanged on the host's session, with the caller of each."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
@@ -117,7 +117,7 @@ class _Proxy:
             self._ends = {incarnation: known for incarnation, known in self._ends.items() if known is not end}
 
     async def _read(self, context: ServerCall, call: MultiplexedCall, end: StreamEnd | None) -> None:
-        """Forward a member's messages; heartbeats are not urgent, and are sent together."""
+        """Forward a member's messages. Heartbeats are not urgent, and are sent together."""
         try:
             while (message := await context.read()) is not EOF:
                 kind = message.WhichOneof("message") if isinstance(message, session_pb2.SessionRequest) else ""

@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Upstream:
-    """One host's session. `run` it once.
+    """One host's session. Call `run` once.
 
     Args:
         address: "host:port" of the coordinator, or several with commas between them.
@@ -87,7 +87,7 @@ class Upstream:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _session(self, leads: asyncio.Future[Endpoint]) -> None:
-        """Run one session to its end; `leads` gets the address of another leader, if that ended it.
+        """Run one session to its end. `leads` gets the address of another leader, if that ended it.
 
         Raises:
             Broken: it broke, could not be opened, or another coordinator leads.
@@ -136,7 +136,7 @@ class Upstream:
         request = coordinator_pb2.KVRequest(context=context, op=coordinator_pb2.KV_OP_GET, key="any")
         while True:
             await asyncio.sleep(RENEW_S)
-            with contextlib.suppress(AxonError):  # it knows no such member, or the next try succeeds
+            with contextlib.suppress(AxonError):  # there is no such member, or the next try succeeds
                 if (newest := stub.credentials()) != known:
                     known = newest
                     await stub.call("KV", request, timeout_s=BEGIN_S)

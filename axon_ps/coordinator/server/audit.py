@@ -35,10 +35,10 @@ from axon_ps.rpc.auth.credentials import Credentials, calling
 from axon_ps.rpc.auth.identity import EVERY_ROLE
 
 OF_MEMBERS: Final = frozenset(("joined", "left", "lost", "finished", "drain", "full", "cut"))
-"""Kinds of events of members that are recorded; the rest of the history is in the log already."""
+"""Kinds of events of members that are recorded. The rest of the history is in the log already."""
 
 MAX_QUEUED: Final = 4096
-"""Lines that wait for the disk; further ones are lost."""
+"""Most lines queued for the disk; further ones are lost."""
 
 CLOSE_S: Final = 2.0
 """Seconds that the last lines may take."""
@@ -65,7 +65,7 @@ class Lines(Protocol):
 
 
 class AuditLog:
-    """Writes lines. `close` it.
+    """Writes lines, until `close` is called.
 
     Args:
         path: the file; "-" = standard error; empty = nothing is written.
@@ -103,7 +103,7 @@ class AuditLog:
             self._lose(f"{MAX_QUEUED} lines wait for the disk")
 
     def close(self) -> None:
-        """Write the queued lines, within twice `CLOSE_S`, and end. Harmless when repeated."""
+        """Write the queued lines, within twice `CLOSE_S`, and end. It is harmless when repeated."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._lines.put(None, timeout=CLOSE_S)
@@ -138,7 +138,7 @@ def opened(path: str, default: Path, secrets: Callable[[], Iterable[str]]) -> Au
     """Open the requested log.
 
     Args:
-        path: as of `AuditLog`; empty = `default`, or standard error if that cannot be written, which is logged.
+        path: as of `AuditLog`; empty = `default`. If that cannot be written, standard error is used, with a warning.
         default: a file.
         secrets: as of `AuditLog`.
 

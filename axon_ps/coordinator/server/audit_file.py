@@ -30,7 +30,7 @@ class AuditFile(RotatingFileHandler):
     """A file with lines.
 
     Args:
-        path: the file; directories that do not exist are made.
+        path: the file. Directories that do not exist are made.
         max_bytes: its most bytes.
 
     Raises:

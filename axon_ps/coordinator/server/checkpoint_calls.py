@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class SharedCalls(Generic[T]):
-    """Callers with the same key share one task; it is cancelled when none of them waits any more."""
+    """Callers with the same key share one task. It is cancelled when none of them waits any more."""
 
     def __init__(self) -> None:
         self._running: dict[Hashable, asyncio.Task[T]] = {}
         self._callers: dict[asyncio.Task[T], int] = {}
 
     async def run(self, key: Hashable, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the result of the task of `key`, or raise its error; `begin` starts it if none is running."""
+        """Return the result of the task of `key`, or raise its error. `begin` starts it if none is running."""
         task = self._running.get(key)
         if task is None:
             task = self._running[key] = asyncio.create_task(begin())
@@ -51,7 +51,7 @@ class CheckpointCalls:
     async def save(
         self, uri: str, extra_json: str, states: Sequence[SnapshotFile] = (), *, background: bool = False
     ) -> CheckpointReply:
-        """Have the servers write their slices, then write the manifest; equal calls at the same version are one.
+        """Have the servers write their slices, then write the manifest. Equal calls at the same version are one.
 
         Args:
             uri: the checkpoint's directory.
@@ -80,7 +80,7 @@ class CheckpointCalls:
         return await self._saves.run((uri, extra_json, tuple(states), state.models.position), save)
 
     async def restore(self, uri: str, models: tuple[str, ...]) -> CheckpointReply:
-        """Read the manifest, check its files, then have the servers load their slices of some models; empty = of all.
+        """Read the manifest, check its files, then have the servers load their slices of `models` (empty = all).
 
         If the job has values, which a damaged checkpoint would destroy, all files are read here first.
         """

@@ -40,7 +40,7 @@ class CheckpointLog:
         )
 
     def written(self, info: CheckpointReply, took_s: float, age_s: float = 0.0) -> None:
-        """Note a complete checkpoint; `took_s` is 0 if it was written before this coordinator started."""
+        """Note a complete checkpoint. `took_s` is 0 if it was written before this coordinator started."""
         self._newest_s = self._now() - age_s
         self._newest = dataclasses.replace(
             self._newest, uri=info.uri, version=info.version, bytes=info.bytes, took_s=took_s

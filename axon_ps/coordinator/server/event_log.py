@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Logs each event once: a repetition for a member that reconnected is not logged."""
+    """Logs events. Memberships and decisions are not logged again when they are repeated for one member."""
 
     def __init__(self) -> None:
         self._generation = 0

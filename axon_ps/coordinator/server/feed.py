@@ -29,14 +29,14 @@ MAX_READERS: Final = 256
 
 
 def as_json(message: Message) -> str:
-    """Return a message as JSON, with the names of the schema; fields with default values are left out."""
+    """Return a message as JSON, with the names of the schema. Fields with default values are left out."""
     from google.protobuf.json_format import MessageToJson  # for the page only
 
     return MessageToJson(message, preserving_proto_field_name=True, indent=None)
 
 
 class FeedMessage:
-    """An event of the feed; each encoding of it is made once, at its first use."""
+    """An event of the feed. Each encoding of it is made once, at its first use."""
 
     def __init__(self, event: watch_pb2.WatchEvent) -> None:
         self._event = event

@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint and the data saved with it; `resumes` are the models to restore from it."""
+    """A checkpoint and the data saved with it. `resumes` are the models to restore from it."""
 
     resumes: tuple[Resume, ...]
     info: CheckpointReply
@@ -104,7 +104,7 @@ def _fitted(manifest: Manifest, specs: Mapping[str, JobSpec], wanted: Sequence[s
 
 
 def _attachments(manifest: Manifest) -> dict[str, Attachment]:
-    """Return the attachments of a checkpoint by key, in their stored form; one is uncompressed at a time.
+    """Return the attachments of a checkpoint by key, in their stored form. One is uncompressed at a time.
 
     Raises:
         InvalidRequest: they are too large.
@@ -231,8 +231,8 @@ def complete(
     """Make a checkpoint of files that are all written, by writing its attachments and its manifest.
 
     Raises:
-        CheckpointError: it cannot be written; then the files are not a checkpoint.
-        AxonError: the error of a shard server that could not write its file; the others' files are removed if possible.
+        CheckpointError: it cannot be written. Then the files are not a checkpoint.
+        AxonError: the error of a shard server that could not write its file. The others' files are removed if possible.
     """
     from axon_ps.storage.manifest import FileEntry, Manifest, discard, write_attached, write_manifest
 

@@ -59,7 +59,7 @@ class MemberMessages:
     Votes are passed on in the next iteration of the event loop. So one vote message of several members is one event.
 
     Args:
-        shell: performs what the state machine answers.
+        shell: performs the actions that the state machine returns.
         traces: get the spans of members.
     """
 
@@ -70,7 +70,7 @@ class MemberMessages:
         self._voters: list[MemberSession] = []
 
     def take(self, session: MemberSession, message: Any) -> None:
-        """Pass a member's message on; a malformed one ends the session with an error."""
+        """Pass a member's message on. A malformed one ends the session with an error."""
         if self._vote is not None and message is self._vote:
             self._voters.append(session)
             return
@@ -183,7 +183,7 @@ class MemberSessions:
             differences: whether the member takes memberships as differences.
 
         Raises:
-            Broken: the process knows more of the job than this coordinator; it is to join again.
+            Broken: the process knows more of the job than this coordinator. It is to join again.
         """
         state = self._shell.state
         if why := state.comeback.behind(role, request):
@@ -207,7 +207,7 @@ class MemberSessions:
                 self._ends.pop(request.incarnation, None)
 
     async def serve_host(self, context: ServerCall, handler: Callable[[str, auth.Credentials], Any]) -> None:
-        """Serve the calls of a host's members; `handler` is as of `MultiplexedServer`."""
+        """Serve the calls of a host's members. `handler` is as of `MultiplexedServer`."""
         end, ids = auth.stream_end(), []
 
         def named(id: str) -> None:

@@ -34,11 +34,11 @@ class Registering:
         later: bool,
         timeout_s: float,
     ) -> Registered:
-        """Register a layout or an optimizer; a layout is delayed while another worker's must come first.
+        """Register a layout or an optimizer. A layout is delayed while another worker's must come first.
 
         Args:
             caller, spec, optimizer, name, later: as of `Registrations.register`.
-            timeout_s: how long to wait for the other worker, in seconds.
+            timeout_s: seconds to wait for the other worker.
 
         Raises:
             Timeout: the other worker has not registered the model.

@@ -1,7 +1,7 @@
 """Retention of the checkpoints written last in a directory. Half-written and half-removed ones are removed.
 
 Blocking I/O: call it in a thread. Owns: the names of the directories of automatic checkpoints, `step-N`. Refuses: to
-touch any other directory, and the files of a checkpoint that has a manifest.
+touch any other directory. The files of a checkpoint are removed only after its manifest.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from axon_ps.storage.state_store.base import SharedStateStore, StateStore
 _logger = logging.getLogger(__name__)
 
 Begin = Callable[[], Awaitable[None]]
-"""Opens a coordinator that is about to lead to its members."""
+"""Lets members join a coordinator that is about to lead."""
 
 Lead = Callable[[Begin], Awaitable[None]]
 """The function `_lead` of one coordinator."""
@@ -47,7 +47,7 @@ GRACE_S: Final = 1.0
 """Seconds that running calls may take when it stops."""
 
 REST_S: Final = 1.0
-"""Seconds in which a coordinator that has lost the lead lets others try first."""
+"""Seconds for which a coordinator that has lost the lead does not try to lead again."""
 
 
 async def serve(
@@ -69,9 +69,9 @@ async def serve(
         host: address to listen on, or a host of this process (see `rpc.carriers.in_process`).
         port: port to listen on; 0 = any free one.
         security: TLS and token.
-        store: durable state; a job found in it goes on. Not closed here.
+        store: durable state. A job found in it goes on. Not closed here.
         ready: called with the port once it listens.
-        stop: set it to end the coordinator; its state stays.
+        stop: set it to end the coordinator. Its state stays.
         http: its HTTP endpoint, not started; None = it has none.
         tracing: the policy that chooses the traced steps.
         audit: gets the changes of the job, with the callers; not closed here.
@@ -169,7 +169,7 @@ async def _lead(
     audit: AuditLog,
     begin: Begin,
 ) -> None:
-    """Run the job from the stored state, until we are to stop; `begin` is called when members may join.
+    """Run the job from the stored state, until we are to stop. `begin` is called when members may join.
 
     Raises:
         NotLeader: another coordinator is to lead.

@@ -1,4 +1,4 @@
-"""The coordinator's protocol: messages in, messages out. The state machine decides on their effects."""
+"""The coordinator's protocol: messages in, messages out. Their effects are those of the state machine."""
 
 from __future__ import annotations
 

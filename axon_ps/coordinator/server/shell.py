@@ -1,16 +1,16 @@
-"""The shell around the state machine: sessions, calls, time and the store. It performs actions and decides nothing.
+"""The shell around the state machine: sessions, calls, time and the store. All decisions are in the state machine.
 
 Note: [Written before published]
-    Actions are performed in the order in which the state machine gave them, by one task. It takes the batch of all
-    actions so far, writes all their records in one transaction (in a thread if that may take a while), and only then
-    pushes and replies. Moving records before pushes of the same batch is harmless: they are written earlier than
-    they had to be. A full disk delays everything until there is space again, since a decision can neither be revoked
-    nor announced. Any other failure of the store ends the shell, and nothing is announced any more. If several
-    coordinators share the store, the loss of the lead also ends it. In both cases the members retain their state, and
-    join the next coordinator.
+    Actions are performed in the order in which the state machine gave them. If there are records to write, one task
+    takes the batch of all actions so far, writes all their records in one transaction (in a thread if that may take a
+    while), and only then pushes and replies. Moving records before pushes of the same batch is harmless: they are
+    written earlier than they had to be. A full disk delays everything until there is space again, since a decision can
+    neither be revoked nor announced. Any other failure of the store ends the shell, and nothing is announced any more.
+    If several coordinators share the store, the loss of the lead also ends it. In both cases the members retain their
+    state, and join the next coordinator.
 
 Bounds: a session's queue holds `QUEUE_EVENTS`, and a member that lets it fill up loses its session. At most `MAX_CALLS`
-calls wait at a time.
+calls are pending at a time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LEAD_LOOK_S: Final = 0.1
 """Seconds between two checks that we still lead."""
 
 ASKED_LEASES: Final = 2
-"""Leases without any member after which a standby that members have asked may lead."""
+"""Leases without any member, after which a standby may lead if members have asked it."""
 
 _logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class RecordWriter:
         retry_s: seconds before a full disk is tried again.
 
     Attributes:
-        trouble: the reason for which records wait; empty while there is none.
+        trouble: the reason why records are not written yet; empty while there is none.
     """
 
     def __init__(self, store: StateStore, retry_s: float) -> None:
@@ -215,7 +215,7 @@ class Shell:
 
     Args:
         state: the state machine.
-        store: gets its records; the shell owns neither.
+        store: gets its records. The shell owns neither.
         store_retry_s: seconds before a full disk is tried again.
         log: the log of this process, for the job's log.
         tracer: the coordinator's; None = a new one.
@@ -382,7 +382,7 @@ class Shell:
 
     @contextlib.contextmanager
     def host(self, end: Callable[[AxonError], None]) -> Iterator[None]:
-        """Have a host's session for this context; `end` gets the error if all sessions are ended.
+        """Have a host's session for this context. `end` gets the error if all sessions are ended.
 
         Raises:
             Broken: the coordinator is stopping.
@@ -401,7 +401,7 @@ class Shell:
             event: an event of the state machine: takes the call's number, returns actions.
 
         Raises:
-            Busy: too many calls wait.
+            Busy: too many calls are pending.
             AxonError: it was refused, or answered with an error.
         """
         self._check()
@@ -497,7 +497,7 @@ class Shell:
     def _end(self, error: Exception) -> None:
         """End all sessions and calls as broken, and have `failed` raise the error.
 
-        Calls may have been performed: the next leader knows.
+        Such a call may have been performed: the next leader begins with its effects.
         """
         if not isinstance(error, (Broken, StorageFull)):
             _logger.error("the state store failed; the coordinator cannot go on", exc_info=error)

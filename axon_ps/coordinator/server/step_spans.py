@@ -1,7 +1,7 @@
 """The coordinator's spans of a step attempt: from the previous decision to its own, with the votes and reports.
 
 An attempt is traced if a worker's vote on it is traced, or if the coordinator samples it itself, since an aborted
-attempt may have no vote. The root of its trace is recorded here when it is decided; `observe.tracing.span` has a Note
+attempt may have no vote. The root of its trace is recorded here when it is decided. `observe.tracing.span` has a Note
 on that.
 """
 

@@ -144,7 +144,7 @@ class TraceCalls:
         self._answered.set()
 
     def close(self) -> None:
-        """End the order under way, since the coordinator stops; its caller gets the reports so far."""
+        """End the order under way, since the coordinator stops. Its caller gets the reports so far."""
         self._waited_for = {}
         self._answered.set()
 

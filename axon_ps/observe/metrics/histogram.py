@@ -1,4 +1,4 @@
-"""`Histogram`: counts of durations. An update is a search in a dozen numbers and three additions."""
+"""`Histogram`: counts of durations. An update is a search in 15 numbers and three additions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 
 class Histogram:
-    """Durations in buckets. One thread observes at a time; of two at once one may be lost, but no number is torn.
+    """Durations in buckets. One thread observes at a time. If two do, a duration may be lost.
 
     Attributes:
         count: number of durations.

@@ -1,7 +1,7 @@
-"""Spans as a Chrome trace: the JSON that https://ui.perfetto.dev and chrome://tracing open. Pure.
+"""Spans as a Chrome trace: the JSON that https://ui.perfetto.dev and chrome://tracing open. It is pure.
 
-A process is a member. A row has spans that follow or contain each other: spans that overlap get rows of their own.
-Arrows lead from a request to a server's work on it.
+A process is a member. The spans of a row follow each other; those of the first row may also contain each other. Spans
+that overlap get rows of their own. Arrows lead from a request to a server's work on it.
 
 Source of the format: "Trace Event Format", the document that Chromium's trace viewer refers to.
 """

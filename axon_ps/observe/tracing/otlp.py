@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 
 
 class OtlpExporter:
-    """Sends spans to the collector that the `OTEL_` variables name. Any thread.
+    """Sends spans to the collector that the `OTEL_` variables name. Any thread may use it.
 
     Args:
         service: name of the service, such as "axon_ps.worker"; `OTEL_SERVICE_NAME` wins.

@@ -1,13 +1,13 @@
-"""`Span`: a timed part of a step; `SpanContext`: its name in other processes; `TraceOrder`: a request for spans. Pure.
+"""`Span`: a timed part of a step; `SpanContext`: its name in other processes; `TraceOrder`: a request for spans.
 
 Note: [One trace a step]
     All workers make a step at the same time and none begins it, so none can draw the trace's id first. The id is a hash
     of values that all of them know: the id of the job's state, the model, the generation and the step attempt. The id
     of the trace's root is such a hash, too. The coordinator records the root when it decides the attempt, and workers
-    name it as their parent before it exists.
-    Further span contexts are sent with the messages that they cause, in the format of W3C Trace Context. They are not
-    in gRPC's metadata, which belongs to a call: a call here is a pooled stream or a session with many steps. They are a
-    field of the request, vote or decision itself. So its receiver knows that the step is traced, and needs no setting.
+    name it as the parent of their spans before it exists. Other span contexts are sent with the messages that their
+    spans cause, in the format of W3C Trace Context. They are not in gRPC's metadata, which belongs to a call: a call
+    here is a pooled stream or a session with many steps. They are a field of the request, vote or decision itself. So
+    its receiver knows that the step is traced, and needs no setting.
 """
 
 from __future__ import annotations

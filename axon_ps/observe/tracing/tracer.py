@@ -143,7 +143,7 @@ class Tracer:
         return self._offset_ns
 
     def begin(self, name: str, parent: SpanContext, start_ns: int = 0, /, **attributes: Value) -> Span:
-        """Begin a span; `end` it.
+        """Begin a span, which `end` must end.
 
         Args:
             name: its kind.

@@ -1,7 +1,7 @@
-"""One c10d operation: the thread that performs it, its handle, alone or coalesced.
+"""The performance of c10d operations, alone or coalesced: their threads and handles.
 
 Owns: that a blocking operation runs in its caller's thread, and an asynchronous one on the group's own. Refuses: to
-know which operation it is.
+distinguish operations.
 
 On CUDA our group reads its input after everything that the current stream has enqueued so far (by DLPack). A call
 ends when its work on the device has ended: after a wait for its handle, no stream needs to be synchronized.
@@ -64,7 +64,7 @@ class Performer:
     # ------------------------------------------------------------------ coalescing
 
     def start_coalescing(self) -> None:
-        """Only begin operations from now on; `end_coalescing` returns one handle for all."""
+        """Only begin operations from now on. `end_coalescing` returns one handle for all."""
         self._coalesced = []
 
     def end_coalescing(self) -> C10dWork:
@@ -80,7 +80,7 @@ class Performer:
         Args:
             plan: the call to make.
             result: the user's tensors that hold the result, for the handle.
-            options: c10d's options: deadline, and whether to block; None = do not.
+            options: c10d's options: the deadline, and whether to block; None = do not block.
 
         Raises:
             AxonError: a blocking operation failed.
@@ -114,7 +114,7 @@ def seconds(timeout: timedelta | float | None) -> float | None:
 
 
 def _finish_on_device(finish: Finish, device: torch.device) -> None:
-    """Copy results to the user's tensors and wait for the copies; afterwards any stream may use the tensors."""
+    """Copy results to the user's tensors and wait for the copies. Afterwards the tensors may be used on any stream."""
     if finish is not nothing:
         finish()
         torch.cuda.current_stream(device).synchronize()

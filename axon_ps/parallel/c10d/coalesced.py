@@ -1,7 +1,7 @@
-"""c10d's operations on several tensors at once: small ones are packed into one call, large ones have one each.
+"""c10d's operations on several tensors at once. Small tensors are packed, and each larger one has its own call.
 
-A call costs about as much as copying `PACKED_BYTES` twice, so tensors below that are packed into one staging buffer
-per dtype and device. For larger tensors packing would cost more than it saves.
+A call costs about as much as copying `PACKED_BYTES` twice. So tensors up to that size are packed into one staging
+buffer per dtype and device. For larger tensors packing would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def packed(shards: Sequence[Tensor]) -> list[list[int]]:
     Small tensors of one dtype and device have one call together.
 
     Args:
-        shards: one rank's shard of each tensor; its size decides.
+        shards: one rank's shard of each tensor, whose size is compared with `PACKED_BYTES`.
 
     Raises:
         InvalidRequest: there are none.

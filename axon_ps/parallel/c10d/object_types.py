@@ -1,13 +1,14 @@
 """PyTorch's own values in torch.distributed's object collectives, taken apart and put together without pickle.
 
-Pure. Owns: the list of these types, beyond `collectives.encoding.SENDABLE`. torch itself sends dataclasses, enums,
+Owns: the list of these types, beyond `collectives.encoding.SENDABLE`. torch itself sends dataclasses, enums,
 named tuples and exceptions of its own modules (plans and metadata of distributed checkpoints, of pipeline stages, of
 sharded optimizers).
 
-Invariant: putting together runs no constructor and imports nothing. A class comes from a module of torch that this
-process has imported, and must be a dataclass, an enum, a named tuple or an exception.
+Invariant: putting together imports nothing, and runs no `__init__` of a class that the content names. Such a class is
+an exception of Python's, or it is from a module of torch that this process has imported. There it must be a dataclass,
+an enum, a named tuple or an exception.
 
-    tensor                a CPU tensor, as safetensors
+    tensor                a tensor, as safetensors; it arrives on the CPU
     size, dtype, ...      torch's own small values, by name
     object                a dataclass of torch's: its class and its fields
     enum, named           a member of an enum, a named tuple: of torch's

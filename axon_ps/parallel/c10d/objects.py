@@ -1,4 +1,4 @@
-"""torch.distributed's object collectives over "axon": values are encoded, and pickled only if the user asks for it.
+"""torch.distributed's object collectives over "axon": values are encoded, or pickled if the user asks for it.
 
 torch pickles the objects that `all_gather_object` and its like get, and unpickles the bytes that peers send. So each
 member of the group can run code in every process, and so can an attacker on a network that is not encrypted. Here the
@@ -6,7 +6,7 @@ value is encoded as in `collectives.encoding`, with the types of `object_types`.
 rank torch's own way is used.
 
 Owns: the replacements of torch's two functions that convert an object to a tensor and back. Groups over other backends
-keep torch's. torch looks the functions up at every call, so the order of imports does not matter.
+use torch's. torch looks the functions up at every call, so the order of imports does not matter.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _decoding(theirs: Any) -> Callable[..., Any]:
 
 
 def _encoded(obj: Any, group: AxonProcessGroup) -> bytes:
-    """Encode an object; if it cannot be sent, tell the other ranks of a collective, too."""
+    """Encode an object. If it cannot be sent, the other ranks of a collective get an error, too."""
     try:
         return encode(obj, _ANY, TORCH)
     except InvalidRequest as error:
@@ -104,7 +104,7 @@ def _encoded(obj: Any, group: AxonProcessGroup) -> bytes:
 def _caller() -> tuple[str, bool]:
     """Return the torch function that is being called, and True if it is a collective.
 
-    It is slow: call it for messages alone.
+    It is slow: call it only for messages.
     """
     frame = inspect.currentframe()
     while frame is not None:

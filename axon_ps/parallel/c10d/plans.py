@@ -33,7 +33,7 @@ from axon_ps.parallel.c10d.tensors import (
 
 
 class CallPlans:
-    """Plans the calls of one group. Every method raises `InvalidRequest` if the tensors do not fit the operation.
+    """Plans the calls of one group. A method raises `InvalidRequest` if its tensors do not fit the operation.
 
     Args:
         group: our group.
@@ -54,7 +54,7 @@ class CallPlans:
         return CallPlan("all_reduce", tensors[0].device, call, _storing(reduction, buffer, target, reduction.direct))
 
     def reduce(self, tensor: Tensor, root: int, op: Any) -> CallPlan:
-        """Replace the root's tensor by the reduction of all; the others' are only read."""
+        """Replace the root's tensor by the reduction of all. The other ranks' tensors are only read."""
         reduction = TensorReduction.of(op, tensor.dtype)
         if root != self._rank:
             call = partial(self._group.reduce, reduction.buffer(readable(tensor)), root, reduction.op)
@@ -65,7 +65,7 @@ class CallPlans:
         return CallPlan("reduce", tensor.device, call, _storing(reduction, buffer, target, reduction.direct))
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Any) -> CallPlan:
-        """Fill the output with the reduction of all ranks' tensor number `rank`; the tensors may differ in size."""
+        """Fill the output with the reduction of all ranks' tensor number `rank`. The tensors may differ in size."""
         self._check_list("reduce_scatter", inputs)
         _check_numel("the output of reduce_scatter", output, inputs[self._rank].numel())
         reduction = TensorReduction.of(op, output.dtype)
@@ -81,7 +81,7 @@ class CallPlans:
     def _reduce_scatter(
         self, reduction: TensorReduction, outputs: Sequence[Tensor], data: Tensor, counts: list[int]
     ) -> CallPlan:
-        """Reduce data: T[sum(counts)]; the outputs get their shards, one after the other."""
+        """Reduce data: T[sum(counts)]. The shards are stored in the outputs, one after the other."""
         target = writable(*outputs)
         out = reduction.view(target.flat) if reduction.results_fit else reduction.buffer(target.flat)
         each = [reduction.numel(c) for c in counts]
@@ -98,7 +98,7 @@ class CallPlans:
         return CallPlan("broadcast", tensor.device, call, target.finish)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> CallPlan:
-        """Fill tensor i of the list with rank i's tensor; they may differ in size."""
+        """Fill tensor i of the list with rank i's tensor. The tensors may differ in size."""
         self._check_list("all_gather", outputs)
         _check_numel(f"output {self._rank} of all_gather", outputs[self._rank], tensor.numel())
         target = writable(*outputs)
@@ -107,13 +107,16 @@ class CallPlans:
         return CallPlan("all_gather", tensor.device, call, target.finish)
 
     def all_gather_rows(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: int) -> CallPlan:
-        """Fill the outputs, each of so many rows, with all ranks' inputs: row r is of rank r if there are n rows."""
+        """Fill the outputs with all ranks' inputs, in rank order.
+
+        Each output is seen as `rows` rows. If that is n, row r of an output is from rank r.
+        """
         target = writable_rows(outputs, rows)
         call = partial(self._group.all_gather, native(readable_rows(inputs, 1)), out=native(target.flat))
         return CallPlan("all_gather", inputs[0].device, call, target.finish)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> CallPlan:
-        """Gather to the root, whose outputs take all tensors, one after the other."""
+        """Gather all ranks' tensors into the root's outputs, one after the other."""
         data = native(readable(tensor))
         if root != self._rank:
             return CallPlan("gather", tensor.device, partial(self._group.gather, data, root))
@@ -122,7 +125,7 @@ class CallPlans:
         return CallPlan("gather", tensor.device, call, target.finish)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> CallPlan:
-        """Fill the output with tensor number `rank` of the root's list; all have one size."""
+        """Fill the output with tensor number `rank` of the root's list. All tensors have one size."""
         if root == self._rank:
             self._check_list("scatter", inputs, output.numel())
         target = writable(output)
@@ -140,7 +143,7 @@ class CallPlans:
     def all_to_all_splits(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
     ) -> CallPlan:
-        """Fill split i of the output with the split of rank i's input that is for this rank; splits are rows."""
+        """Fill split i of the output with the split of rank i's input that is for this rank. Splits are in rows."""
         received, sent = self._splits(output, output_splits), self._splits(input, input_splits)
         return self._all_to_all(writable(output), readable(input), received, sent)
 
@@ -167,7 +170,7 @@ class CallPlans:
     # ------------------------------------------------------------------ checks
 
     def check_shards(self, what: str, tensor: Tensor, shard: Tensor) -> None:
-        """Check that a tensor has the elements of n shards; `what` names it."""
+        """Check that a tensor, called `what` in the error, has the elements of n shards."""
         _check_numel(what, tensor, shard.numel() * self._world_size)
 
     def check_gathered(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -188,7 +191,7 @@ class CallPlans:
             raise InvalidRequest(f"{what} was given tensors of {sizes} elements; each must have {numel}")
 
     def _splits(self, tensor: Tensor, sizes: Sequence[int] | None) -> list[int]:
-        """Return the elements of each rank's split, as our group counts them."""
+        """Return the number of elements in each rank's split, after `native`."""
         rows = tensor.shape[0] if tensor.dim() else 1
         if not sizes:
             if rows % self._world_size:
@@ -220,7 +223,7 @@ def _check_numel(what: str, tensor: Tensor, numel: int) -> None:
 
 
 def _storing(reduction: TensorReduction, buffer: Tensor, target: Buffer, in_place: bool) -> Finish:
-    """Return the function that stores a reduced buffer in the user's tensors; `in_place`: it is their memory."""
+    """Return the function that stores a reduced buffer in the user's tensors. `in_place` = it is in `target`."""
     if in_place:
         return target.finish
 

@@ -1,14 +1,13 @@
 """`AxonProcessGroup`: torch.distributed's process group over one of ours.
 
-Owns: the methods and answers that torch asks for. `plans` makes operations into calls of our group, and `calls`
-performs them.
+Owns: the methods that torch calls. `plans` makes operations into calls of our group, and `calls` performs them.
 
 Note: [C++ asks, too]
-    Our group is a `dist.ProcessGroup` without a C++ backend. The methods of that class ask its backends, and raise an
-    error without one ("ProcessGroup name not set"). In Python our answers have the names of torch's bindings
+    Our group is a `dist.ProcessGroup` without a C++ backend. The methods of that class call its backends, and raise an
+    error without one ("ProcessGroup name not set"). In Python our methods have the names of torch's bindings
     (`group_name`). In C++ they have the names of its virtual functions (`getGroupName`, see torch's
-    PyProcessGroup.hpp). So each answer is here under both. tests/unit/parallel/test_c10d_surface.py reads both lists
-    from the installed torch.
+    PyProcessGroup.hpp). So each method is here under both names. tests/unit/parallel/test_c10d_surface.py reads both
+    lists from the installed torch.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Split = Callable[[list[int], str, float], "AxonProcessGroup"]
 class AxonProcessGroup(_Base):  # type: ignore[misc]
     """The process group that `torch.distributed` makes for the backend "axon".
 
-    Ranks are positions in the group. Operations return a handle; see `parallel.c10d.calls` for when they block.
+    Ranks are positions in the group. Operations return a handle. See `parallel.c10d.calls` for when they block.
 
     Args:
         group: our group of the same members in the same order.
@@ -80,7 +79,7 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"AxonProcessGroup({self._group.name!r}, rank {self._rank} of {self._world_size})"
 
-    # ------------------------------------------------------------------ who it is
+    # ------------------------------------------------------------------ identity
 
     @property
     def group(self) -> ProcessGroup:
@@ -129,7 +128,7 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return [CPU, torch.device("cuda")] if torch.cuda.is_available() else [CPU]
 
-    # torch asks the group's backend for a device; this group is the backend for all of them.
+    # torch calls this for a group's backend on a device. This group is the backend on every device.
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
@@ -179,7 +178,7 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
         return self._performer.perform(self._plans.all_reduce([tensor], options.reduceOp), [tensor], options)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        """Replace the root's tensor by the reduction of all; the others' are only read."""
+        """Replace the root's tensor by the reduction of all. The other ranks' tensors are only read."""
         tensor = _one(tensors)
         return self._performer.perform(self._plans.reduce(tensor, opts.rootRank, opts.reduceOp), [tensor], opts)
 
@@ -211,12 +210,12 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
         input_split_sizes: Any = None,
         opts: Any = None,
     ) -> Work:
-        """Fill split i of the output with the split of rank i's input that is for this rank; splits are rows."""
+        """Fill split i of the output with the split of rank i's input that is for this rank. Splits are in rows."""
         plan = self._plans.all_to_all_splits(output, input, output_split_sizes, input_split_sizes)
         return self._performer.perform(plan, output, opts)
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
-        """Fill the root's output with all ranks' inputs, one after the other; elsewhere the output is not used."""
+        """Fill the root's output with all ranks' inputs, one after the other. Elsewhere the output is not used."""
         if opts.rootRank == self._rank:
             self._plans.check_shards("the output of gather", output, input)
         return self._performer.perform(self._plans.gather([output], input, opts.rootRank), output, opts)
@@ -229,25 +228,25 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
     # ------------------------------------------------------------------ collectives of lists
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> Work:
-        """Fill tensor i of the list with rank i's input; the tensors may differ in size."""
+        """Fill tensor i of the list with rank i's input. The tensors may differ in size."""
         plan = self._plans.all_gather(output_tensors[0], _one(input_tensors))
         return self._performer.perform(plan, output_tensors, opts)
 
     def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> Work:
-        """Fill the output with the reduction of all ranks' tensor number `rank`; the tensors may differ in size."""
+        """Fill the output with the reduction of all ranks' tensor number `rank`. The tensors may differ in size."""
         output, options = _one(output_tensors), _options_of(opts, ReduceScatterOptions)
         plan = self._plans.reduce_scatter(output, input_tensors[0], options.reduceOp)
         return self._performer.perform(plan, [output], options)
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Work:
-        """Fill tensor i of the root's list with rank i's input; all have one size."""
+        """Fill tensor i of the root's list with rank i's input. All tensors have one size."""
         tensor, outputs = _one(input_tensors), output_tensors[0] if opts.rootRank == self._rank else []
         if opts.rootRank == self._rank:
             self._plans.check_gathered(outputs, tensor)
         return self._performer.perform(self._plans.gather(outputs, tensor, opts.rootRank), output_tensors, opts)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Work:
-        """Fill the output with tensor number `rank` of the root's list; all have one size."""
+        """Fill the output with tensor number `rank` of the root's list. All tensors have one size."""
         output, inputs = _one(output_tensors), input_tensors[0] if opts.rootRank == self._rank else []
         return self._performer.perform(self._plans.scatter(output, inputs, opts.rootRank), [output], opts)
 
@@ -334,13 +333,13 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
         return self._performer.perform(self._plans.receive(tensor, srcRank, tag), [tensor])
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Receive from the rank that sends first; the handle's `source_rank` is its rank."""
+        """Receive from the rank that sends first. The handle's `source_rank()` returns that rank."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
     recvAnysource = recv_anysource  # C++'s name
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Begin a barrier, which ends when every rank has come; on CUDA, first wait for the work enqueued before."""
+        """Begin a barrier, which ends when every rank has come. On CUDA, first wait for the work enqueued before."""
         options = _options_of(opts, BarrierOptions, timeout)
         device = options.device
         if device is not None and device.type == "cuda":
@@ -348,7 +347,7 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
         return self._performer.perform(CallPlan("barrier", CPU, self._group.barrier), [], options)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; a `Timeout` names, on every rank, all ranks that did not come."""
+        """Wait for all ranks. A `Timeout` names, on every rank, all ranks that did not come."""
         limit_s = seconds(timeout)
         self._group.barrier(self._performer.timeout_s if limit_s is None else limit_s)
 
@@ -371,7 +370,7 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
             new_ranks: positions in this group.
             timeout: default deadline; None = ours.
             opts: ignored.
-            group_name: the same on every member and never used before; None = made of the ranks and a counter.
+            group_name: the same on every member and never used before; None = our name, the ranks and a counter.
             group_desc: its description.
             device_types: ignored: a group serves all.
         """
@@ -388,18 +387,18 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
     splitGroup = split_group  # C++'s name
 
     def abort(self) -> None:
-        """End all pending and later operations with `Closed`, here and on the other ranks, and free the group."""
+        """End pending and later operations with `Closed`, and free the group. Other ranks get `Broken`."""
         self._group.abort(Closed(f"process group {self.pg_name!r} was aborted"))
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Free the group's resources; operations under way are ended. Repeated calls do nothing."""
+        """Free the group's resources, and end the operations under way. Repeated calls do nothing."""
         on_shutdown, self._on_shutdown = self._on_shutdown, lambda: None
         on_shutdown()
 
 
 def _one(tensors: Sequence[Tensor] | Tensor) -> Tensor:
-    """Return the only tensor of a list: c10d's lists have one tensor per device, and a process has one device.
+    """Return the only tensor of a list. c10d's lists have one tensor per device, and a process has one device.
 
     Raises:
         InvalidRequest: there is none, or several.

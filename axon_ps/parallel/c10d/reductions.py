@@ -1,7 +1,8 @@
 """c10d's reduce operations as ours, and the reduction of dtypes that backends do not reduce.
 
-A dtype that no backend reduces is widened first, and the result is narrowed: integers wrap around as they would by
-themselves, float8 is rounded once. Complex numbers are pairs for sums and averages, and have no other reductions.
+Most dtypes that no backend reduces are widened first, and the result is narrowed. So integers wrap around as they would
+by themselves, and float8 is rounded once. uint64 is reduced as int64. Bitwise operations need no conversion. Complex
+numbers are pairs for sums and averages, and have no other reductions.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class TensorReduction:
         """Return the reduction that c10d's `given` (a `ReduceOp` or one of its constants) means for `dtype`.
 
         Raises:
-            InvalidRequest: it has no meaning for the dtype.
+            InvalidRequest: it is unknown, or has no meaning for the dtype.
         """
         if given == dist.ReduceOp.PREMUL_SUM:
             return cls(ReduceOp.SUM, dtype, _factor(given))
@@ -108,7 +109,7 @@ class TensorReduction:
         return flat.to(wider)
 
     def store(self, reduced: Tensor, flat: Tensor) -> None:
-        """Store a buffer's result in flat: T[m]; not needed if `direct`."""
+        """Store a buffer's result in flat: T[m]. This is not needed if `direct`."""
         if self.results_fit:
             self.view(flat).copy_(reduced)
         elif self.dtype is torch.uint64:

@@ -37,7 +37,7 @@ _stores: WeakKeyDictionary[World, list[KVStore]] = WeakKeyDictionary()
 
 
 def create(options: Any, backend_options: object) -> AxonProcessGroup:
-    """Make a process group; torch calls this on every member.
+    """Make a process group. torch calls this on every member.
 
     Raises:
         ConfigurationError: an option cannot be met, or the axon_ps world is another one than torch's.
@@ -87,7 +87,7 @@ def _begin(store: Store, rank: int, world_size: int, timeout_s: float) -> TorchS
 def _wrapped(
     session: TorchSession, group: ProcessGroup, store: Store, timeout_s: float, *, is_default: bool = False
 ) -> AxonProcessGroup:
-    """Wrap our group as torch's; the session ends with the default group, or with the last one."""
+    """Wrap our group as torch's. The session ends with the default group, or with its last group."""
     session.users += 1
 
     def on_shutdown() -> None:
@@ -111,11 +111,12 @@ def _wrapped(
 def rendezvous(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
     """Yield store, rank and world size for `axon://` or `axon://coordinator:port`.
 
-    Rank and world size are the world's, the store is the coordinator's. A world that the user has made is used; else
-    the job is joined. Without the address of a coordinator this is torch's `env://`.
+    Rank and world size are the world's. The store is the coordinator's. A world that the user has made is used.
+    Otherwise the job is joined. If there is no world and no address of a coordinator, this is torch's `env://`.
 
     Raises:
         ConfigurationError: a given rank or world size differs from the world's.
+        Misuse: the iterator is used a second time.
         AxonError: the job cannot be joined.
     """
     global _joined, _rendezvous_count

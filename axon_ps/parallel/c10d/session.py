@@ -1,10 +1,10 @@
-"""`TorchSession`: the world under `torch.distributed`'s default process group, from its making to its destruction.
+"""`TorchSession`: the world under `torch.distributed`'s process groups over "axon", while there are any.
 
-Owns: joining a job that exists, making one if there is none, and closing everything that it made itself; the user's
+Owns: joining a job that exists, making one if there is none, and closing everything that it made itself. The user's
 own world is never closed. A process has one session at a time.
 
-At its beginning the first of these is taken: a `World` that the user has made; the job of `AXON_PS_COORDINATOR`; a job
-that the ranks form over c10d's store (`worker.bootstrap`).
+At its beginning the first of these that exists is taken: a `World` that the user has made, the job of
+`AXON_PS_COORDINATOR`, a job that the ranks form over c10d's store (`worker.bootstrap`).
 
 Before it closes a world, each rank sets a key in the key-value store. It then waits for a limited time for the keys of
 the others, because a leaving worker ends the calls of others with it.
@@ -31,7 +31,7 @@ from axon_ps.worker.environment import WorkerConfig, worker_config
 from axon_ps.worker.world import World
 
 LINGER_S = 10.0
-"""Seconds for which the end waits for the other ranks to be done, too."""
+"""Seconds for which a rank waits at the end for the other ranks to be done, too."""
 
 LOSS_LINGER_S = 1.0
 """Seconds of that wait when a rank has died."""
@@ -40,7 +40,7 @@ _POLL_S = 0.25
 _JOB = "c10d"
 
 _logger = logging.getLogger(__name__)
-_pause = threading.Event()  # never set: the loop polls the membership, which is pushed to the world
+_pause = threading.Event()  # never set: `join` pauses on it before it looks at the membership again
 _joins = 0
 _begun = 0  # sessions of this process so far: the same on every rank, as all begin and end together
 
@@ -83,7 +83,7 @@ class TorchSession:
             env: the process's environment.
 
         Raises:
-            ConfigurationError: the current world has another size, or this worker another rank in it.
+            ConfigurationError: the current world has another size, or this worker has another rank in it.
             Misuse: this process is a fork of a worker, or `multiprocessing` has started it and it is importing the main
                 module again.
             AxonError: the job cannot be joined, or the services not be started.
@@ -127,7 +127,7 @@ class TorchSession:
         self._owned = True
 
     def close(self) -> None:
-        """End the session; a world that the user made stays. Repeated calls do nothing.
+        """End the session. A world that the user made stays. Repeated calls do nothing.
 
         Raises:
             Misuse: this process is a fork of a worker.
@@ -178,7 +178,7 @@ class TorchSession:
 
 
 def join(config: WorkerConfig, timeout_s: float) -> World:
-    """Join a job together with all its other workers; the n-th calls of all workers belong together.
+    """Join a job together with all its other workers. The n-th calls of all workers belong together.
 
     Other ranks of a job may still belong to workers that are about to leave, because a process group was destroyed and
     is made anew. So every worker publishes its member id, and waits until the world consists of the published members.
@@ -211,5 +211,5 @@ def join(config: WorkerConfig, timeout_s: float) -> World:
 
 
 def incarnations_of(world: World) -> str:
-    """Return a name made of the incarnations of all workers: it is the same on all, and never used again."""
+    """Return a name made of the ids of all workers. It is the same on all of them, and is never used again."""
     return uuid.uuid5(uuid.NAMESPACE_OID, "".join(m.id for m in world.membership.workers)).hex[:12]

@@ -1,7 +1,7 @@
 """All-reduce of sparse tensors: DDP's sparse gradients of embeddings.
 
 Algorithm: the numbers of non-zeros are gathered, then indices, then values. Every rank adds up all of them in rank
-order, so the result has the same bits everywhere. The call blocks, whatever the options say.
+order, so the result has the same bits everywhere. The call always blocks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from axon_ps.parallel.c10d.work import AxonWork
 
 
 def all_reduce_sparse(performer: Performer, tensor: Tensor, options: Any) -> AxonWork:
-    """Replace tensor: sparse COO by the sum (or average) of all ranks' tensors, coalesced.
+    """Replace a sparse COO tensor by the coalesced sum (or average) of all ranks' tensors.
 
     Raises:
-        InvalidRequest: it has another layout, or the operation is another one.
+        InvalidRequest: it has another layout, or the operation is neither SUM nor AVG.
     """
     if tensor.layout is not torch.sparse_coo:
         raise InvalidRequest(f"a tensor has the layout {tensor.layout}; of sparse ones only COO can be reduced")

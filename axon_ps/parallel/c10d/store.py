@@ -1,12 +1,12 @@
 """`KVStore`: torch.distributed's `Store` over the coordinator's key-value store.
 
 torch calls it from Python and, through `PrefixStore` and its own backends, from C++. C++ calls some methods by other
-names; both names are here. Values are bytes, and text is stored in UTF-8.
+names. Both names are here. Values are bytes, and text is stored in UTF-8.
 
 Invariants:
-- A value is stored with one byte before it, so that an empty value is not an absent one. Numbers of `add` are stored
-  bare, as the coordinator adds them; no value of ours begins like a number.
-- The keys of one store are its own: they begin with its prefix.
+- A value is stored with one byte before it, so that an empty value differs from an absent one. Numbers of `add` are
+  stored without it, because the coordinator adds them. No number begins with that byte.
+- The keys of one store begin with its prefix.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ class KVStore(Store):
     """A c10d store that all workers of a job share.
 
     Args:
-        world: the worker's membership in the job, or its key-value store for a process that is not a member.
+        world: the worker's membership in the job; for a process that is not a member, the job's key-value store.
         prefix: the beginning of its keys.
         timeout_s: seconds that `get` and `wait` wait.
 
-    Methods that read or write keys raise the errors of the coordinator's store: `InvalidRequest` for a key of more than
-    512 bytes or a value of more than 1 MiB, `Busy` when it is full, `Broken` and `Closed` when it cannot be reached.
+    Methods that read or write keys raise the errors of the coordinator's store:
+
+        InvalidRequest      a key of more than 512 bytes, or a value of more than 1 MiB
+        Busy                the store is full
+        Broken, Closed      it cannot be reached
     """
 
     def __init__(
@@ -138,7 +141,11 @@ class KVStore(Store):
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Bytes]) -> None:
-        """Store a value for each key."""
+        """Store a value for each key.
+
+        Raises:
+            InvalidRequest: the numbers of keys and values differ.
+        """
         if len(keys) != len(values):
             raise InvalidRequest(f"multi_set was given {len(keys)} keys and {len(values)} values; give as many")
         for key, value in zip(keys, values, strict=True):

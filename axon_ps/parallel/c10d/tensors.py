@@ -1,12 +1,12 @@
 """Tensors as the flat buffers that travel: one tensor or a list of them, any layout, any dtype.
 
-Owns: flat views of tensors, copies where no view is possible, and copying results back. Refuses: to know the purpose of
+Owns: flat views of tensors, copies where no view is possible, and copying results back. Refuses: any use of
 the buffers.
 
     legend: a *flat* tensor is 1-D and contiguous, in the user's dtype; a *native* one is flat and of a dtype that
     travels (see `axon_ps.types.DType`), over the same memory
 
-Invariant: a buffer to write to is the user's memory, or `finish` copies it there; nothing is ever written elsewhere.
+Invariant: a buffer to write to is the user's memory, or `finish` copies it there. No other memory is written.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def native_numel(numel: int, dtype: torch.dtype) -> int:
 
 
 def readable(*tensors: Tensor) -> Tensor:
-    """Return the tensors' elements one after the other: T[numel]; their own memory if it is contiguous."""
+    """Return the tensors' elements one after the other: T[numel]. It is their own memory if that is contiguous."""
     plain = [_plain(t) for t in tensors]
     _same_dtype(plain)
     joined = _joined(plain)
@@ -72,7 +72,7 @@ def readable(*tensors: Tensor) -> Tensor:
 
 
 def writable(*tensors: Tensor, filled: bool = False) -> Buffer:
-    """Make a buffer for the elements of all tensors, one after the other; `filled`: it starts with their values."""
+    """Make a buffer for the elements of all tensors, one after the other. If `filled`, it has their values."""
     plain = [_own(t) for t in tensors]
     _same_dtype(plain)
     joined = _joined(plain)
@@ -113,7 +113,7 @@ def readable_rows(tensors: Sequence[Tensor], rows: int) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return the tensor outside of the graph, after its collective if one is still under way.
+    """Wait for the tensor's collective if one is under way, and return the tensor outside of the graph.
 
     Raises:
         InvalidRequest: its elements are not in memory that can be read as bytes.

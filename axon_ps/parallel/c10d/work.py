@@ -1,6 +1,8 @@
 """`Work` handles of c10d over ours, for `dist.all_reduce(..., async_op=True)` and DDP's buckets.
 
-Invariants: results have been copied to the user's tensors before a handle is complete; `wait` raises errors of ours.
+Invariants:
+- Results have been copied to the user's tensors before a handle is complete.
+- `wait` raises the operation's own error.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class AxonWork(C10dWork):
     def following(
         cls, result: Any, ours: Work[Any], finish: Callable[[], object], devices: Sequence[torch.device] = ()
     ) -> AxonWork:
-        """Make the handle of an operation that ends when `ours` has, and then `finish`."""
+        """Make the handle of an operation that ends after `ours` has ended and `finish` has returned."""
         work = cls(result, ours.what, devices)
 
         def ended(ours: Work[Any]) -> None:
@@ -70,7 +72,7 @@ class AxonWork(C10dWork):
         ours.on_end(ended)
         return work
 
-    # ------------------------------------------------------------------ what c10d asks
+    # ------------------------------------------------------------------ c10d's methods
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until it has ended.
@@ -87,7 +89,7 @@ class AxonWork(C10dWork):
         return True
 
     def synchronize(self) -> None:
-        """Block until it has ended; C++ calls `wait` by this name."""
+        """Block until it has ended. C++ calls `wait` by this name."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -99,7 +101,7 @@ class AxonWork(C10dWork):
         return self._ended.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error with which it failed; None when it went well or has not ended."""
+        """Return the error with which it failed, or None if it went well or has not ended."""
         return self._error
 
     def result(self) -> Any:
@@ -113,7 +115,7 @@ class AxonWork(C10dWork):
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Return a future that gives the result's tensors; it fails with a `RuntimeError` that quotes our error."""
+        """Return a future of the result's tensors. It fails with a `RuntimeError` that quotes our error."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -160,7 +162,7 @@ class CoalescedWork(C10dWork):
         """Block until all have ended.
 
         Raises:
-            Timeout: one had not ended after `timeout`, which counts for each; it goes on.
+            Timeout: an operation had not ended after `timeout`, which counts for each of them; it goes on.
             AxonError: the error of the first that failed; the others were waited for, too.
         """
         failure: AxonError | None = None
@@ -174,7 +176,7 @@ class CoalescedWork(C10dWork):
         return True
 
     def synchronize(self) -> None:
-        """Block until all have ended; C++ calls `wait` by this name."""
+        """Block until all have ended. C++ calls `wait` by this name."""
         self.wait()
 
     def is_completed(self) -> bool:

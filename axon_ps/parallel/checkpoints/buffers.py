@@ -1,6 +1,6 @@
-"""The buffers of a wrapped module, first ones and those in checkpoints: running statistics, counters, constants.
+"""The buffers of a wrapped module (running statistics, counters, constants), at the beginning and in checkpoints.
 
-Shard servers have parameters, so buffers are each worker's own once training has begun. It begins with those of the
+Shard servers have no buffers, so these are each worker's own once training has begun. Training begins with those of the
 worker of lowest rank, non-persistent ones too, as under torch's DDP and with FSDP's `sync_module_states`. A checkpoint
 has the persistent ones of that worker, as a safetensors file by the names that state dicts have. After a restore, by
 any process, every worker takes them.
@@ -10,12 +10,12 @@ Note: [Between a worker and a checkpoint]
     (`coordinator.client.attachments`). The worker of lowest rank attaches its buffers when it orders a checkpoint. For
     automatic checkpoints it does so after a committed step, at most every `CADENCE_S`. So an automatic checkpoint may
     have buffers that are older than its parameters by that time. A restore puts the buffers there too, with the epoch
-    that it begins; a worker compares that with its own epoch.
+    that it begins. A worker compares that with its own epoch.
 
-    The worker that gives a model its first values attaches its buffers before them, so others find them when the model
-    has values. Non-persistent buffers are attached under a key that no checkpoint includes. In a job that resumes no
-    worker gives first values, so the worker of lowest rank attaches them before it registers the model: the others
-    register later. A worker that joins takes the job's buffers.
+    The worker that gives a model its first values attaches its buffers before them. So the others find the buffers when
+    the model has values. Non-persistent buffers are attached under a key that no checkpoint includes. In a job that
+    resumes no worker gives first values, so the worker of lowest rank attaches them before it registers the model: the
+    others register later. A worker that joins takes the job's buffers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from axon_ps.worker.steps.view import ModelView
 from axon_ps.worker.world import World
 
 CADENCE_S: Final = 10.0
-"""Seconds between two times that buffers are attached without an order for a checkpoint."""
+"""Least seconds between two times that buffers are attached without an order for a checkpoint."""
 
 _NAMED: Final = 5
 """The most names in a message."""
@@ -51,7 +51,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ModuleBuffers:
-    """The buffers of a module; the persistent ones by default.
+    """The buffers of a module, by default the persistent ones.
 
     Args:
         module: the user's module.
@@ -63,7 +63,7 @@ class ModuleBuffers:
         self._dtypes = dtypes
 
     def named(self, *, persistent: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield buffers by the names that state dicts have; of non-persistent ones, those that can be sent."""
+        """Yield buffers by the names that state dicts have. Non-persistent ones that cannot be sent are left out."""
         for prefix, child in self._module.named_modules(remove_duplicate=False):
             for name, buffer in child._buffers.items():
                 if buffer is None or (name not in child._non_persistent_buffers_set) != persistent:
@@ -76,7 +76,7 @@ class ModuleBuffers:
         return [f"{name}: {b.dtype}{list(b.shape)}, a buffer" for name, b in self._all()]
 
     def broadcast(self, group: ProcessGroup) -> list[str]:
-        """Take the buffers of a group's first rank, persistent or not; collective.
+        """Take the buffers of a group's first rank, persistent or not. Every rank calls it.
 
         Returns:
             The names of those that differed.
@@ -91,11 +91,11 @@ class ModuleBuffers:
         return list({id(b): (name, b) for name, b in found}.values())
 
     def state(self) -> tuple[tuple[int, int], ...]:
-        """Return a value that changes when a buffer does, as far as torch counts."""
+        """Return a value that changes with torch's version counters of the persistent buffers."""
         return tuple((id(buffer), buffer._version) for _, buffer in self.named() if not buffer.is_inference())
 
     def encoded(self, *, persistent: bool = True) -> bytes | None:
-        """Return a safetensors file of the buffers; None if there are none.
+        """Return a safetensors file of the buffers, or None if there are none.
 
         Raises:
             InvalidRequest: one is of a dtype that the format does not have.
@@ -113,7 +113,7 @@ class ModuleBuffers:
             ) from error
 
     def load(self, content: bytes | None, source: str, *, persistent: bool = True) -> list[str]:
-        """Take the values of a safetensors file; log the names that one side lacks.
+        """Take the values of a safetensors file, and log the names that one side lacks.
 
         Args:
             content: the file; None = there is none, as in older checkpoints, or for a module that had no buffers.
@@ -151,7 +151,7 @@ class ModuleBuffers:
 
 
 class ServedBuffers:
-    """The buffers of a model on the servers; see Note: [Between a worker and a checkpoint].
+    """The buffers of a model on the servers. See Note: [Between a worker and a checkpoint].
 
     Args:
         world: the worker.
@@ -173,7 +173,7 @@ class ServedBuffers:
         self._first: dict[str, Attachment] = {}  # this worker's own, by key
 
     def prepare(self) -> None:
-        """Attach the non-persistent buffers, if the job is to have this worker's, before it registers the model.
+        """Attach the non-persistent buffers before the model is registered, if the job is to have this worker's.
 
         Raises:
             InvalidRequest: the persistent ones cannot be saved; every worker raises it, since each encodes its own.
@@ -193,14 +193,14 @@ class ServedBuffers:
             self._world.attachments.attach(self._key, self._first[self._key])
 
     def begin(self, view: ModelView, *, given: bool) -> list[str]:
-        """Let the buffers be those of a registered model that has values.
+        """Take the job's buffers of a registered model that has values.
 
         Args:
             view: the model.
             given: True if this worker has given the values.
 
         Returns:
-            The names of the buffers that differed from the model's first values until now.
+            The names of the buffers that were changed; of persistent ones, only before the model's first step.
 
         Raises:
             InvalidRequest: some differ in shape, or differ and are too large to be sent.
@@ -223,7 +223,7 @@ class ServedBuffers:
             self._take(self._view)
 
     def offer(self) -> None:
-        """Attach changed buffers in the background; called after a committed step."""
+        """Attach changed buffers in the background. It is called after a committed step."""
         if not self._world.is_main_process or time.monotonic() < self._attached_s + CADENCE_S:
             return
         if (attaching := self._attaching) is not None:
@@ -252,7 +252,7 @@ class ServedBuffers:
         return []
 
     def _attach_unsaved(self, content: bytes) -> None:
-        """Attach the non-persistent buffers; if they are too large for the store, attach their hash."""
+        """Attach the non-persistent buffers. If they are too large for the store, attach their hash."""
         try:
             self._world.attachments.attach(self._unsaved_key, content)
         except (InvalidRequest, Busy):
@@ -287,7 +287,7 @@ def _can_be_sent(buffer: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _set(values: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
-    """Give buffers values, and return the names of those whose bits differed; equal ones are not touched."""
+    """Give buffers values, and return the names of those whose bits differed. Equal ones are not written."""
     differ = []
     for name, buffer, value in values:
         given = value.to(buffer.device, buffer.dtype)

@@ -1,4 +1,4 @@
-"""The optimizer's groups in a checkpoint, with all their keys; a part of its `extra`, which the caller does not see."""
+"""The optimizer's groups in a checkpoint, with all their keys. The caller does not see this part of its `extra`."""
 
 from __future__ import annotations
 

@@ -2,14 +2,14 @@
 
     model.save_checkpoint(uri, optimizer, state={"scheduler": scheduler, "epoch": 3}, rank_state={"rng": RandomState()})
 
-It may have objects with `state_dict()` and `load_state_dict()` (the protocol `Stateful` of
-torch.distributed.checkpoint), `torch.Generator`s, and plain values. `state` is the first worker's; each worker has a
+The state may have objects with `state_dict()` and `load_state_dict()` (the protocol `Stateful` of
+torch.distributed.checkpoint), `torch.Generator`s, and plain values. `state` is the first worker's. Each worker has a
 `rank_state` of its own. Nothing is pickled: a worker's file has the tensors in safetensors, and the rest as JSON.
 
 Note: [Encoding]
     JSON has lists, strings, numbers and objects with strings as keys. Everything else is an object whose first key
     begins with "$": {"$tensor": 3}, {"$tuple": [...]}, {"$dict": [[key, value], ...]}. A function or a class is
-    {"$kept": "its name"}: on load the object keeps its own.
+    {"$kept": "its name"}: on load the object's own one stays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _KINDS: Final = "biufc"
 
 
 class RandomState:
-    """The random generators of this process: torch's, of the CPU and of the current GPU, Python's and numpy's."""
+    """The random generators of this process: torch's (of the CPU and the current GPU), Python's, numpy's."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all of them."""
@@ -66,7 +66,7 @@ class RandomState:
 def save(
     uri: str, group: ProcessGroup, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None
 ) -> dict[int, FileEntry]:
-    """Write this worker's file; every worker of the group calls it, and the first worker's `state` counts.
+    """Write this worker's file. Every worker of the group calls it. Only the first worker's `state` is written.
 
     Returns:
         By rank, the file of each worker that has written one.
@@ -123,13 +123,13 @@ def load(
 
 
 def plain(value: Any) -> Any:
-    """Encode a value as JSON; tensors of one element become numbers, others, functions and the like are left out."""
+    """Encode a value as JSON. Tensors of one element become numbers. Other tensors, and functions, are left out."""
     encoder = Encoder(lambda tensor, path: tensor.item() if tensor.numel() == 1 else {"$kept": "a tensor"})
     return encoder.encode(value, "optimizer")
 
 
 def from_plain(tree: Any) -> Any:
-    """Decode JSON that `plain` gave; left-out values are None."""
+    """Decode JSON that `plain` returned. Left-out values are None."""
     return Decoder(lambda _: None, "the optimizer's groups").decode(tree, lambda: None)
 
 
@@ -168,7 +168,7 @@ def _load(section: Section, into: MutableMapping[str, Any], where: str) -> None:
 
 
 def _now(current: Any) -> Callable[[], Any]:
-    """Return a function that gives an object's present value, from which functions are kept."""
+    """Return a function that returns an object's present value. Functions in that value are kept."""
     return current.state_dict if _is_stateful(current) else lambda: current
 
 
@@ -188,7 +188,7 @@ def _set(current: torch.Generator | torch.Tensor | RandomState, value: Any) -> N
 
 
 class Encoder:
-    """Values to JSON; see Note: [Encoding].
+    """Values to JSON. See Note: [Encoding].
 
     Args:
         of_tensor: returns the JSON of a tensor, whose path is given for errors.
@@ -201,7 +201,7 @@ class Encoder:
         """Encode a value as JSON.
 
         Raises:
-            InvalidRequest: it, or something in it, has no form.
+            InvalidRequest: it, or something in it, has no form in JSON.
         """
         if depth > _MOST_DEEP:
             raise InvalidRequest(f"{path} is nested deeper than {_MOST_DEEP}, or contains itself")
@@ -245,7 +245,7 @@ class Encoder:
 
 
 class Decoder:
-    """JSON to values; see Note: [Encoding].
+    """JSON to values. See Note: [Encoding].
 
     Args:
         tensor: gives a tensor by its number.
@@ -257,10 +257,10 @@ class Decoder:
         self._where = where
 
     def decode(self, tree: Any, current: Callable[[], Any]) -> Any:
-        """Decode JSON; `current` gives the present value, from which functions are kept.
+        """Decode JSON. `current` returns the present value. Functions in that value are kept.
 
         Raises:
-            CheckpointCorrupt: no `Encoder` gives such JSON.
+            CheckpointCorrupt: `Encoder` does not write such JSON.
         """
         theirs = list[Exception]()
 

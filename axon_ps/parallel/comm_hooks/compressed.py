@@ -6,7 +6,7 @@ Owns: the exchange of compressed segments, and their buffers. Refuses: to compre
 
 Invariants:
 - Every rank ends with the same bits, in every run: sums are in rank order, and all ranks expand the same bytes.
-- A rank's gradient is quantised once on the way there, and the average once on the way back.
+- A rank's gradient is quantised once before it is sent, and the average once before it is gathered.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 class CompressedHook(CommunicationHook):
     """A reduce-scatter and an all-gather of compressed segments, summed in f32 between them.
 
-    Each rank compresses its gradient segment by segment and sends segment p to rank p; rank p adds the n segments it
-    received in rank order, divides by n, compresses the average once and gathers it to all. A NIC sends and receives
-    1 + (n-1)/n of a compressed bucket at most. With one rank nothing is compressed.
+    Each rank compresses its gradient segment by segment, and sends segment p to rank p. Rank p adds the n segments that
+    it received, in rank order, and divides by n. It compresses the average once, and gathers it to all. A NIC sends and
+    receives 1 + (n-1)/n of a compressed bucket at most. With one rank nothing is compressed.
 
-    While one bucket is averaged and gathered, the next is compressed and sent, each on a thread and in a sub-group of
-    its own.
+    While one bucket is averaged and gathered, the next is compressed and sent. Each of the two has a thread and a group
+    of its own.
 
     Args:
         compressor: compresses segments.
@@ -150,7 +150,7 @@ class _HostNumbers:
 
 
 class _DeviceNumbers:
-    """`_HostNumbers` for a top-k of a bucket in device memory, on the device: only compressed bytes go to the host."""
+    """`_HostNumbers` on the device, for a top-k of a bucket there. Only compressed bytes are copied to the host."""
 
     def __init__(self, bucket: GradientBucket) -> None:
         self.where = bucket.flat.device

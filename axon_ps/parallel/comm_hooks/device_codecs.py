@@ -1,14 +1,13 @@
 """Compression of gradients that are in device memory, on the device: blocks of int8, and top-k.
 
-Owns: the same bytes as `compress.int8_block` and `compress.top_k` write, by torch's operations on the
-device, so that only compressed bytes are copied to the host. Refuses: to add blocks up; the receiver does, in host
-memory.
+Owns: compression by torch's operations on the device, to the same bytes as `compress.int8_block` and `compress.top_k`
+write. So only compressed bytes are copied to the host. Refuses: to add blocks up; the receiver does, in host memory.
 
     shape legend: n = numbers, k = ceil(n / 256) blocks, m = numbers that a top-k selects
 
-Edge cases are those of the two modules. A block with a NaN or an infinity becomes all NaN and leaves its residual. A
-block under 2^-100 becomes zeros. If the numbers of a top-k are not all finite, its values are NaN and the residual is
-unchanged.
+Edge cases are those of the two modules. A block with a NaN or an infinity becomes all NaN, and its residual is
+unchanged. A block whose magnitudes are all under 2^-100 becomes zeros. If the numbers of a top-k are not all finite,
+its values are NaN and the residual is unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def encode_blocks(values: Tensor, blocks: Tensor, residual: Tensor | None = None
     finite, tiny = torch.isfinite(largest), largest < _TINY
     # divided by a tensor: CUDA multiplies by the reciprocal of a number, which can differ in the last bit
     scale = largest / torch.full_like(largest, _LARGEST)
-    over = ~torch.isfinite(scale * _LARGEST) & finite  # it was rounded up beside the largest f32
+    over = ~torch.isfinite(scale * _LARGEST) & finite  # 127 times a scale that was rounded up may be infinite
     scale = torch.where(over, torch.nextafter(scale, torch.zeros_like(scale)), scale)
     inverse = torch.where(finite & ~tiny, 1.0 / scale, torch.zeros_like(scale))
     quants = torch.where(finite[:, None], rows * inverse[:, None], torch.zeros_like(rows)).round()
@@ -63,7 +62,7 @@ def decode_blocks(blocks: Tensor, values: Tensor) -> None:
 
 
 def top_k(values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-    """Select the numbers of largest magnitude; of equal ones the first.
+    """Select the numbers of largest magnitude. Of equal ones the first are selected.
 
     Args:
         values: f32[n]; read only.
@@ -93,7 +92,7 @@ def top_k(values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
 
 
 def expand_top_k(data: Tensor, values: Tensor, *, first: bool) -> None:
-    """Set values to the numbers that `top_k` selected, zeros elsewhere, if `first`; else add those numbers to them.
+    """Add the numbers that `top_k` selected to the values. If `first`, the values are set to 0 before.
 
     Args:
         data: u8[8 m], as `top_k` writes it.

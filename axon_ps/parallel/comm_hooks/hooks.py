@@ -1,15 +1,15 @@
 """Communication hooks: ways to average a bucket of gradients over the ranks.
 
-Owns: the interface of a hook, and the hooks that make an all-reduce: `AllReduceHook` (the default), `CastHook` (bf16,
-fp16), `FunctionHook` (yours). `int8` has blocks of int8 and `compressed` top-k. Refuses: to choose when a bucket is
-reduced.
+Owns: the interface of a hook, and the plain hooks: `AllReduceHook` (the default), `CastHook` (bf16, fp16),
+`FunctionHook` (the user's). `int8` has the hook of int8 blocks, and `compressed` that of compressors. Refuses: the time
+at which a bucket is reduced.
 
     shape legend: N = elements of a bucket
 
 Invariant: every rank ends with the same bits, in every run.
 
 Note: [Two buckets on their way]
-    Through servers the last segments of an all-reduce come back when a card has nothing more to send. So neighbouring
+    Through servers the last segments of an all-reduce come back when a NIC has nothing more to send. So neighbouring
     buckets are sent in two groups alternately, and one begins while the one before it ends. Calls through shared memory
     or NCCL have no such end, and stay in one group. This was measured with f32 on 4 + 4 hosts at 500 Mbit/s, with
     buckets that grow from 1 MiB:
@@ -41,8 +41,8 @@ from axon_ps.types import DType, ReduceOp, parse_dtype
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 5.0
-"""Most seconds that the end of a hook waits for its threads, which are idle by then. They must have ended before the
-process does: a thread that drops a tensor while the interpreter is torn down ends the process with SIGABRT."""
+"""Most seconds to wait for a hook's threads at its end, when they are idle. They must have ended before the process
+does: a thread that drops a tensor while the interpreter is torn down ends the process with SIGABRT."""
 
 
 class CommunicationHook(ABC):
@@ -55,12 +55,12 @@ class CommunicationHook(ABC):
     feedback: Residuals | None = None
 
     def attach(self, group: ProcessGroup) -> None:
-        """Set the group whose ranks it averages over; no other caller uses it. This is called once, before all else."""
+        """Set the group whose ranks it averages over. Only this hook uses it. This is called once, before all else."""
         self.group = group
         self._alternating = (group, group.named_group("in_turns", range(group.size)))
 
     def group_of(self, bucket: GradientBucket) -> ProcessGroup:
-        """Return the group in which a bucket is sent; see Note: [Two buckets on their way]."""
+        """Return the group in which a bucket is sent. See Note: [Two buckets on their way]."""
         through_servers = not cuda.memory().is_on_device(bucket.flat) and self.group.backend == "grpc"
         return self._alternating[bucket.index % 2 if through_servers else 0]
 
@@ -68,19 +68,20 @@ class CommunicationHook(ABC):
     def start(self, bucket: GradientBucket) -> Work[Any]:
         """Begin to make `bucket.flat` the average of all ranks' and return at once.
 
-        Called for every bucket in the same order on every rank, and for none again before its `Work` has ended.
+        It is called for every bucket, in the same order on every rank. It is not called for a bucket again before the
+        bucket's `Work` has ended.
         """
 
     def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
-        """Follow gradients into other buckets, see `members`; no reduction is under way."""
+        """Adapt to gradients that are in other buckets now, by `GradientBucket.members`. No reduction is under way."""
         return
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's residuals for a checkpoint, by "residual.BUCKET" and "average.BUCKET"; see `Residuals`."""
+        """Return this rank's residuals for a checkpoint, by "residual.BUCKET" and "average.BUCKET". See `Residuals`."""
         return {} if self.feedback is None else self.feedback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` of the same rank gave, for the same buckets.
+        """Load the residuals that `state_dict` returned on the same rank, for the same buckets.
 
         Raises:
             InvalidRequest: a name is unknown, or this hook has no residuals. Sizes are checked when buckets are sent.
@@ -92,7 +93,7 @@ class CommunicationHook(ABC):
 
 
 class AllReduceHook(CommunicationHook):
-    """One all-reduce in the gradients' own dtype; bf16 and f16 are summed in f32 and rounded once."""
+    """One all-reduce in the gradients' own dtype. bf16 and f16 are summed in f32 and rounded once."""
 
     def start(self, bucket: GradientBucket) -> Work[Any]:
         """See `CommunicationHook`."""
@@ -119,7 +120,7 @@ class FunctionHook(CommunicationHook):
 
 
 class PackingHook(CommunicationHook):
-    """An all-reduce of buckets in another form: one is packed while the one before it is on its way.
+    """An all-reduce of buckets in another form. A bucket is packed while the bucket before it is on its way.
 
     Args:
         what: the form, for messages.
@@ -131,9 +132,9 @@ class PackingHook(CommunicationHook):
 
     @abstractmethod
     def pack(self, bucket: GradientBucket) -> Any:
-        """Return the bucket's gradients in the other form; None if there is nothing to do.
+        """Return the bucket's gradients in the other form, or None if there is nothing to do.
 
-        They are an array that the next call for this bucket may use again.
+        The next call for this bucket may return the same array.
         """
 
     @abstractmethod
@@ -163,7 +164,7 @@ class CastHook(PackingHook):
     """An all-reduce in another dtype: half the bytes of f32. The sum is in f32 and rounded once.
 
     Args:
-        dtype: a wire dtype of two bytes. Values beyond f16 become infinite.
+        dtype: a wire dtype of two bytes. In f16, values beyond its range become infinite.
         error_feedback: True to add the rounding error of a gradient to the next one.
     """
 
@@ -201,7 +202,7 @@ class CastHook(PackingHook):
 
 
 def on_this_stream(bucket: GradientBucket, call: Callable[[], T]) -> Callable[[], T]:
-    """Return the call for another thread, on this thread's current stream of the bucket's device memory."""
+    """Wrap a call for another thread: for a bucket on a GPU it is made on this thread's current stream."""
     if not bucket.flat.is_cuda:
         return call
     stream = torch.cuda.current_stream(bucket.flat.device)
@@ -214,7 +215,7 @@ def on_this_stream(bucket: GradientBucket, call: Callable[[], T]) -> Callable[[]
 
 
 def work_queue_of(owner: CommunicationHook, what: str) -> WorkQueue:
-    """Make a work queue whose thread ends with its owner."""
+    """Make a work queue whose thread ends with the hook."""
     queue = WorkQueue(f"axon-ps-{type(owner).__name__}-{what}")
     fork.finalize(owner, queue.close, _CLOSE_TIMEOUT_S)
     return queue

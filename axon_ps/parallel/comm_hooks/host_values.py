@@ -1,6 +1,6 @@
 """`HostValues`: a bucket's numbers as f32 in host memory, where compressors read and write them.
 
-Owns: the copy, if one is needed. Refuses: to know what the numbers are used for.
+Owns: the copy, if one is needed. Refuses: any use of the numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class HostValues:
     """The numbers of one bucket.
 
     Args:
-        bucket: the bucket; its memory stays as it is.
+        bucket: the bucket; its memory must stay the same.
 
     Attributes:
-        values: f32[N]: the bucket itself if that is f32 on the host, else a copy, in pinned memory for a GPU's.
+        values: f32[N]: the bucket itself if that is f32 on the host, else a copy (pinned, for a bucket on a GPU).
     """
 
     def __init__(self, bucket: GradientBucket) -> None:
@@ -32,7 +32,7 @@ class HostValues:
     def read(self) -> None:
         """Copy the bucket to `values`, unless they are its memory."""
         if self._staged is not None:
-            self._staged.copy_(self._flat)  # returns when the device has done it
+            self._staged.copy_(self._flat)  # returns when the device has copied
 
     def write(self) -> None:
         """Copy `values` to the bucket, unless they are its memory."""

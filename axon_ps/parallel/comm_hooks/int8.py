@@ -1,7 +1,7 @@
 """`Int8Hook`: gradients are sent in blocks of int8, and are added up in f32 on the way.
 
-Owns: the blocks of each bucket. Refuses: to make them (`compress.int8_block`, and `device_codecs` where a bucket is in
-device memory: then only blocks are copied to the host) and to add them up (the backend).
+Owns: the blocks of each bucket. Refuses: to make them (`compress.int8_block` does, or `device_codecs` for a bucket in
+device memory) and to add them up (the backend does).
 
     shape legend: N = elements of a bucket, k = ceil(N / 256) blocks
 """
@@ -26,9 +26,9 @@ from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType
 class Int8Hook(PackingHook):
     """An all-reduce of blocks of int8: a quarter of the bytes of f32.
 
-    A rank's gradient is rounded to the nearest, and the error is added to its next gradient. The average is
-    rounded once more, at random, and is right on average; see Note: [Sums are rounded at random] of
-    `compress.int8_block`. With one rank nothing is compressed.
+    A rank's gradient is rounded to the nearest, and the error is added to its next gradient. The average is rounded
+    once more, at random, so it is right on average. See Note: [Sums are rounded at random] of `compress.int8_block`.
+    With one rank nothing is compressed.
 
     Args:
         error_feedback: see Note: [Error feedback] of `residuals`; off only to measure its effect.

@@ -17,9 +17,9 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
 
     Args:
         name: "all_reduce", "bf16", "fp16", "int8", "int4", "top_k" or the name of any other compressor.
-        error_feedback: True to add the compression error to the next gradient; None = the hook's default: bf16 and
-            fp16 do not, int8 and the compressors do.
-        options: options of the compressor, such as `fraction=0.01` of top_k; int8, bf16 and fp16 take none here.
+        error_feedback: True to add the compression error to the next gradient; None = the hook's default: off for bf16
+            and fp16, on for int8 and the compressors.
+        options: options of the compressor, such as `fraction=0.01` of top_k; all_reduce, bf16, fp16 and int8 have none.
 
     Raises:
         InvalidRequest: there is no hook of that name, or it does not take such an option.
@@ -40,7 +40,7 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
 
 
 def as_hook(hook: CommunicationHook | str | Callable[..., object] | None) -> CommunicationHook:
-    """Make a hook of a hook, a hook's name, a function, or None for the default.
+    """Return the given hook, or make one of a hook's name, of a function, or of None for the default.
 
     Raises:
         InvalidRequest: it is none of these.

@@ -6,9 +6,10 @@ Owns: the memory of the errors, by bucket, and moving them when gradients go to 
 
 Note: [Error feedback]
 The error of quantising is added to the next gradient (Seide et al. 2014, "1-bit SGD"; Karimireddy et al. 2019,
-https://arxiv.org/abs/1901.09847). Both directions do so, as in DoubleSqueeze (Tang et al. 2019,
-https://arxiv.org/abs/1905.05957): every rank has the residual of its gradient, f32[N]. The owner of a segment has that
-of the average, f32[N_p], which is n times as much in terms of one rank's gradient.
+https://arxiv.org/abs/1901.09847). `CompressedHook` does so in both directions, as in DoubleSqueeze (Tang et al. 2019,
+https://arxiv.org/abs/1905.05957). Every rank has the residual of its gradient, f32[N]. The rank that averages a segment
+also has the residual of the average, f32[N_p]. `fold_average` adds that to the residual of the gradient, multiplied by
+n.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Residuals:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` gave.
+        """Load the errors that `state_dict` returned.
 
         Raises:
             InvalidRequest: a name is not one of ours.
@@ -94,6 +95,6 @@ class Residuals:
 
 
 def drop_non_finite(residual: Tensor) -> None:
-    """Set errors that are not finite to 0: a gradient scaler whose scale was too high would spoil every later step."""
+    """Set errors that are not finite to 0. Otherwise too high a loss scale in one step would spoil every later step."""
     if not torch.isfinite(residual.sum()):
         residual[~torch.isfinite(residual)] = 0.0

@@ -1,1 +1,1 @@
-"""Every rank has a replica of the module, and gradients are averaged: `DistributedDataParallel`, and by hand."""
+"""A replica of the module on every rank: gradients are averaged by `DistributedDataParallel`, or by hand."""

@@ -1,7 +1,7 @@
 """Buckets: many gradients in one flat array, so that they travel in one collective.
 
-Owns: the assignment of gradients to buckets, and the memory of buckets. Refuses: to know when a bucket is reduced
-(`parallel.rounds`), how (`comm_hooks`) and where its gradients come from (`reducer`, `synchronizer`).
+Owns: the assignment of gradients to buckets, and the memory of buckets. Refuses: the time of a
+reduction (`parallel.rounds`), its method (`comm_hooks`) and the source of gradients (`reducer`, `synchronizer`).
 
     shape legend: T[numel] = a bucket's elements, all of one dtype on one device
 """
@@ -39,7 +39,7 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
 
 
 def flat_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
-    """Return T[numel] of zeros: device memory, or host memory, which the ranks of a host map if their group can.
+    """Return T[numel] of zeros in device memory, or in host memory that the ranks of a host map if their group can.
 
     Args:
         numel: number of elements.
@@ -112,9 +112,9 @@ class GradientBucket:
         return self._memory[: self._numel]
 
     def reserve(self, shape: Sequence[int], member: int) -> Tensor | None:
-        """Reserve memory for a gradient; return its view, or None when it does not fit.
+        """Reserve memory for a gradient, and return its view, or None when it does not fit.
 
-        The view is of zeros until the first `clear`.
+        Before the first `clear` the view is of zeros.
         """
         numel = math.prod(shape)
         if self._numel + numel > self.capacity:
@@ -149,7 +149,7 @@ class GradientBucket:
         return [view.clone() for view in self.views]
 
     def clear(self) -> None:
-        """Take everything out; its memory stays. Views that were taken from it will show the next gradients."""
+        """Take everything out, but keep the memory. Views that were taken from it will show the next gradients."""
         self._numel = 0
         self.members, self.views = [], []
 
@@ -160,8 +160,9 @@ def assign(
     """Assign tensors to buckets: neighbours in `order` of one dtype and device, up to so many bytes.
 
     The first bucket of each kind is small so that communication begins early (Li et al., "PyTorch Distributed",
-    https://arxiv.org/abs/2006.15704, section 3.2.2). Each bucket is twice as large as the one before it, so that it is
-    complete before the network waits for it. A tensor larger than a bucket has a bucket of its own.
+    https://arxiv.org/abs/2006.15704, section 3.2.2). Each bucket may be twice as large as the one before it, up to
+    `bucket_bytes`, so that it is complete before the network is idle. A tensor larger than a bucket has a bucket of its
+    own.
 
     Args:
         tensors: the tensors whose gradients are assigned.
@@ -170,7 +171,7 @@ def assign(
         bucket_bytes: size of the largest.
 
     Returns:
-        The members of each bucket; buckets are in the order in which they are expected to be complete.
+        The members of each bucket, in the order in which the buckets are expected to be complete.
     """
     done: list[tuple[int, list[int]]] = []  # with the moment at which the last member is expected
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -195,7 +196,7 @@ def assign(
 def build(
     tensors: Sequence[Tensor], plan: Sequence[Sequence[int]], group: ProcessGroup | None
 ) -> tuple[list[GradientBucket], dict[int, Tensor]]:
-    """Make the buckets of a plan from `assign`; return them, and by member its gradient's view."""
+    """Make the buckets of a plan from `assign`, and return them, and the gradients' views by member."""
     buckets: list[GradientBucket] = []
     views: dict[int, Tensor] = {}
     for index, members in enumerate(plan):

@@ -1,12 +1,11 @@
-"""`DistributedDataParallel`: every rank has a replica of the module; gradients are averaged while backward runs.
+"""`DistributedDataParallel`: a replica of the module on every rank, with gradients averaged while backward runs.
 
 Owns: the work around forward: buffers, parameters that are the same everywhere, ranks that run out of data.
 Refuses: parameters on shard servers (`fsdp` has those) and gradients (`reducer` has them).
 
 torch's wrapper runs over the backend "axon", too. This one needs no default process group, and averages outside of
-`backward` as well. It keeps the class of errors (`MemberLost`), of which torch's reducer makes a `RuntimeError`. It
-refuses parameters that were converted or replaced after wrapping; torch's leaves their gradients as they are on each
-rank.
+`backward` as well. It raises `MemberLost`, say, where torch's reducer raises a `RuntimeError`. It refuses parameters
+that were converted or replaced after wrapping. torch's wrapper does not average their gradients.
 """
 
 from __future__ import annotations
@@ -42,30 +41,31 @@ class DistributedDataParallel(nn.Module):
 
     Use it like the module, with any torch optimizer made after wrapping. After `backward()` every `param.grad` is the
     average over the ranks, so equal optimizers leave equal parameters. Gradients travel in buckets while backward goes
-    on. Buckets of host memory are shared by the ranks of a host. Their order is the reverse of `parameters()` at first;
-    from the second step on it is the order in which rank 0's gradients came. (Li et al., "PyTorch Distributed",
-    https://arxiv.org/abs/2006.15704.)
+    on. Buckets of host memory are shared by the ranks of a host. At first the buckets are in the reverse order of
+    `parameters()`. From the second step on they are in the order in which rank 0's gradients came. (Li et al., "PyTorch
+    Distributed", https://arxiv.org/abs/2006.15704.)
 
-    Making it is collective. Outside of `no_sync()`, so are its forwards with gradients in training mode (when there are
-    buffers to broadcast) and, unless the strategy is NO_SYNC, its backwards. A forward in `eval()` mode, or without
-    gradients, is not collective: one rank may evaluate by itself.
+    Making it is collective. Outside of `no_sync()`, so are its forwards with gradients in training mode, when there are
+    buffers to broadcast. So are its backwards there, unless the strategy is NO_SYNC. A forward in `eval()` mode, or
+    without gradients, is not collective: one rank may evaluate by itself.
 
-    A module may be wrapped again, after an error or in another group; its earlier wrappers do nothing then.
+    A module may be wrapped again, after an error or in another group. Its earlier wrappers do nothing then.
 
     Names in `state_dict()` are those of torch's wrapper of the same name: they begin with "module.".
 
     Args:
         module: the module, the same on every rank; every rank gets rank 0's values.
         group: the ranks; None = all workers of the current world.
-        bucket_size_mb: gradients that travel together, in MiB. The first bucket has at most 1 MiB, the others double.
+        bucket_size_mb: gradients that travel together, in MiB. The first bucket has at most 1 MiB. Each later
+            bucket may be twice as large as the one before it, up to this size.
         broadcast_buffers: True = buffers (running statistics, say) become rank 0's before each training forward with
             gradients outside of `no_sync()`.
         gradient_as_bucket_view: True = `param.grad` is the bucket's memory. This saves as much memory as the gradients
-            take; `grad.detach_()` and `zero_grad(set_to_none=False)` work in place then.
+            take. `grad.detach_()` and `zero_grad(set_to_none=False)` work in place then.
         find_unused_parameters: True = some parameters may get no gradient in some backward, on some ranks or all. It
             costs a walk over the graph each forward and a small all-reduce each backward. `param.grad` stays as it was
             if no rank used the parameter.
-        grad_sync_strategy: the time at which buckets are reduced. NO_SYNC leaves it to `sync_gradients()`.
+        grad_sync_strategy: the time at which buckets are reduced. With NO_SYNC, `sync_gradients()` reduces them.
 
     Raises:
         LayoutMismatch: another rank wraps another module; the message names the difference.
@@ -74,8 +74,8 @@ class DistributedDataParallel(nn.Module):
         Misuse: no group was given and there is no current world.
 
     After an error: the gradients of a backward that failed are undefined, and other ranks may wait for this one until
-    their deadline. If a rank has died they get `MemberLost` at once; make a group of the ranks that are left and wrap
-    the module again.
+    their deadline. If a rank has died they get `MemberLost` at once. Then make a group of the ranks that are left, and
+    wrap the module again.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class DistributedDataParallel(nn.Module):
                 f"parameter {late!r} was frozen when the module was wrapped and requires a gradient now, which would "
                 "not be averaged. Wrap the module while it requires one, then freeze it: requires_grad_(False)"
             )
-        if name := self._tree.look().untrained:  # pruning and parametrizations give a parameter another place
+        if name := self._tree.look().untrained:  # by identity: a pruned parameter has another name
             raise Misuse(
                 f"parameter {name!r} was {self._tree.change_of(name)} since the module was wrapped (an assignment of "
                 "it or of a module, load_state_dict(assign=True)): its gradient would not be averaged. Copy values "
@@ -189,7 +189,7 @@ class DistributedDataParallel(nn.Module):
         reduced_bytes    bytes of gradients, uncompressed
         buckets          number of buckets
         rebuilt          times that the buckets were made anew
-        wait_s           seconds that backward waited at its end for reductions that did not overlap with it
+        wait_s           seconds that backward waited at its end for reductions still under way
         """
         return self._reducer.statistics()
 
@@ -197,7 +197,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of backwards inside in `param.grad`; the next backward outside averages the sums."""
+        """Leave the gradients of backwards inside in `param.grad`. The next backward outside averages the sums."""
         before, self._reducer.syncing = self._reducer.syncing, False
         try:
             yield
@@ -205,7 +205,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.syncing = before
 
     def sync_parameters(self, root: int = 0) -> None:
-        """Replace parameters and buffers of every rank by the root's. Collective.
+        """Replace parameters and buffers of every rank by the root's. Every rank calls it.
 
         Args:
             root: position in the group of the rank that has the values.
@@ -214,10 +214,10 @@ class DistributedDataParallel(nn.Module):
         replicas.broadcast(self._group, state, root)
 
     def sync_gradients(self) -> None:
-        """Average `param.grad` over the ranks now. Collective.
+        """Average `param.grad` over the ranks now. Every rank calls it.
 
-        Call it with NO_SYNC, and after backwards in `no_sync()`. A rank without a gradient counts as one of zeros; if
-        no rank has one, it stays None.
+        Call it with NO_SYNC, and after backwards in `no_sync()`. A missing gradient counts as zeros. If no rank has a
+        gradient, it stays None.
 
         Raises:
             Misuse: a backward is under way, or was broken off.
@@ -226,14 +226,14 @@ class DistributedDataParallel(nn.Module):
         self._reducer.reduce_now()
 
     def register_comm_hook(self, hook: CommunicationHook | str | Callable[..., object] | None) -> CommunicationHook:
-        """Average gradients by a hook from now on; every rank must call it, with the same hook.
+        """Average gradients by a hook from now on. Every rank must call it, with the same hook.
 
         Args:
             hook: a `CommunicationHook`; or the name of one, as for `comm_hook` ("bf16", "int8", "top_k", say); or a
                 function of a bucket and a group that makes `bucket.flat` the average; None = the default.
 
         Returns:
-            The hook: its `state_dict()` has the error feedback that a checkpoint needs, by rank.
+            The hook. Its `state_dict()` has this rank's error feedback, which a checkpoint needs.
 
         Raises:
             InvalidRequest: it is none of these.
@@ -247,17 +247,18 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Allow different numbers of batches on the ranks; put the loop inside, on every rank.
+        """Allow different numbers of batches on the ranks. Put the loop inside, on every rank.
 
-        A rank that leaves takes part in the others' steps with gradients of zero until all have left. It ends with the
-        parameters and buffers of the lowest rank in the last step; averages are still over all ranks. Its optimizer's
-        state is that of its own last step. Each step must be one training forward with gradients and one backward (more
-        of both inside `no_sync()`), and costs one small all-reduce more. (torch's `Join`.)
+        A rank that leaves the block takes part in the others' steps with gradients of zero until all have left. So
+        averages are still over all ranks. Every rank ends with the parameters and buffers of the lowest rank of the
+        last step. A rank's optimizer state is that of its own last step. Each step must be one training forward with
+        gradients and one backward (more of both inside `no_sync()`). A step costs one small all-reduce more. torch
+        calls this `Join`.
 
-        When the body raises, the other ranks get no error of it.
+        If the body raises, the other ranks get no error.
 
         Raises:
-            Misuse: it is not OVERLAPPED or SYNCHRONOUS, or inside another `join()`.
+            Misuse: the strategy is NO_SYNC, or this is inside another `join()`.
         """
         if self._joining or self._strategy is GradSyncStrategy.NO_SYNC:
             raise Misuse("join() needs a strategy that synchronizes, and no other join() around it")
@@ -275,7 +276,7 @@ class DistributedDataParallel(nn.Module):
             self._joining = False
 
     def _announce(self, active: bool) -> int:
-        """Exchange which ranks still have data; return the lowest of them, -1 if none."""
+        """Exchange which ranks still have data, and return the lowest of them, or -1 if none has."""
         nobody = self._group.size
         mine = self._group.rank if active else nobody
         lowest = int(self._group.all_reduce(np.array([mine], np.int64), ReduceOp.MIN)[0])

@@ -1,18 +1,18 @@
 """`Reducer`: averages the gradients of a module's parameters over the ranks while backward runs.
 
-Owns: the hooks on parameters, the buckets, the reductions of one backward. Refuses: to know the module; parameters and
-their names are all it has. The wrapper (`ddp`) calls it for each forward.
+Owns: the hooks on parameters, the buckets, the reductions of one backward. Refuses: the module; parameters and their
+names are all it has. The wrapper (`ddp`) calls it for each forward.
 
 Phases of one backward that synchronizes:
-1. A parameter's gradient is complete, and the user's post-accumulate hooks have run, in whatever order they were
-   registered (ours is moved behind them): it is copied to its view of a bucket if it is not that.
-2. A bucket whose gradients are all there, and all buckets before it, is on its way (`rounds.Round`).
-3. Autograd is done (its final callback): the buckets are waited for, and `param.grad` holds the averages.
+1. A parameter's gradient is complete, and the user's post-accumulate hooks have run (ours is moved behind them). The
+   gradient is copied to its view of a bucket, unless it is that view.
+2. A bucket is sent when its gradients are complete and the buckets before it have been sent (`rounds.Round`).
+3. Autograd is done (its final callback). The reductions are waited for, and `param.grad` gets the averages.
 
 Invariants:
-- Buckets travel in a sub-group of their own, so no call of the user's in the group can get between them.
-- A parameter has one hook of ours, of the reducer that was made last. The hook is the tensor's, because autograd makes
-  the node that accumulates the gradient anew when the parameter's data are set (`double()`, a parametrization).
+- Buckets travel in a sub-group of their own, so they are not mixed with the user's calls in the group.
+- A parameter has one hook of ours, of the reducer that was made last. The hook is registered on the tensor,
+  because autograd replaces the node that accumulates the gradient when the parameter's data are set (`double()`, say).
 - Everything else that is collective happens in the caller's thread, in the order of the program.
 """
 
@@ -130,7 +130,7 @@ class Reducer:
         self._put_hooks_last()
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Find out which parameters a backward from forward's outputs will leave out, and notice when it begins."""
+        """Find the parameters that a backward from forward's outputs reaches, and add hooks that run when it begins."""
         watched = [tensor for tensor in outputs if tensor.requires_grad]
         if self._strategy is GradSyncStrategy.NO_SYNC or not watched:
             return
@@ -141,7 +141,7 @@ class Reducer:
             tensor.register_hook(partial(_backward_begins, me))  # type: ignore[no-untyped-call]
 
     def reduce_now(self) -> None:
-        """Average `param.grad`, outside of any backward. A gradient that no rank has stays None. Collective."""
+        """Average `param.grad`, outside of any backward. A gradient that no rank has stays None. All ranks call it."""
         self.check_idle()
         for index, param in enumerate(self.params):
             self._used[index] = self._used[index] or param.grad is not None
@@ -191,9 +191,8 @@ class Reducer:
     def backward_begins(self) -> None:
         """Begin a round when some gradient has arrived at forward's result, or at a parameter.
 
-        The arrival at forward's result comes first, and that matters for two reasons. The final callback belongs to the
-        present backward. A checkpoint with use_reentrant=True runs others inside, which end earlier. And if some
-        parameters may be unused, a rank that uses none at all must take part, too.
+        The hook of forward's result runs first. So the final callback is queued for the outer backward, and not for a
+        backward that a checkpoint with use_reentrant=True runs inside. A rank that uses no parameters takes part, too.
         """
         if self._round is not None or not self._active:
             return
@@ -205,7 +204,7 @@ class Reducer:
                     self._copy_to_bucket(index)
 
     def output_ready(self) -> None:
-        """Notice the gradient of one of forward's results, at a time when no parameter's hooks are being called."""
+        """Begin a round at the gradient of one of forward's results. No parameter's hooks are being called then."""
         if self._round is None:
             self._put_hooks_last()
         self.backward_begins()
@@ -258,7 +257,7 @@ class Reducer:
 
     @torch.no_grad()
     def _finish(self, *, find_unused: bool, announce: bool | None = None) -> None:
-        """Wait for the averages. `announce`: exchange which parameters were used; `grad` of the others stays."""
+        """Wait for the averages. If `announce`, exchange which parameters were used. `grad` of the others stays."""
         round_ = self._round
         assert round_ is not None
         if round_.missing and not find_unused:
@@ -298,14 +297,14 @@ class Reducer:
             "with requires_grad_(False) before it is wrapped"
         )
 
-    # ------------------------------------------------------------------ which bucket
+    # ------------------------------------------------------------------ the order of buckets
 
     def _planned(self) -> list[tuple[int, ...]]:
         first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         return buckets.assign(self.params, self._order, first_bytes=first_bytes, bucket_bytes=self._bucket_bytes)
 
     def _rebuild(self, ready_order: Sequence[int]) -> None:
-        """Rebuild the buckets in the order in which rank 0's gradients came the first time. Collective."""
+        """Rebuild the buckets in the order in which rank 0's gradients came the first time. Every rank calls it."""
         self._ready_order = None
         first = dict.fromkeys(ready_order)
         order = [*first, *(index for index in self._order if index not in first)]
@@ -353,7 +352,7 @@ def _is_own(hook: Any) -> bool:
 
 
 def _own_hook(param: nn.Parameter) -> int | None:
-    """Return the key of a reducer's hook among those of a parameter; None = it has none."""
+    """Return the key of a reducer's hook among those of a parameter, or None if it has none."""
     hooks = param._post_accumulate_grad_hooks or {}
     return next((key for key, hook in hooks.items() if _is_own(hook)), None)
 

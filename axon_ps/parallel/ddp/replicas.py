@@ -18,11 +18,11 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import LayoutMismatch
 
 PACKED_BYTES = 25 << 20
-"""Tensors are packed up to this size; a larger one is sent without a copy, if it is contiguous."""
+"""Tensors are packed up to this size. A larger tensor is sent without a copy, if it is contiguous."""
 
 
 def check_same(group: ProcessGroup, lines: Sequence[str]) -> None:
-    """Check that every rank has the same lines. Collective.
+    """Check that every rank has the same lines. Every rank calls it.
 
     Args:
         group: the ranks.
@@ -47,7 +47,7 @@ def check_same(group: ProcessGroup, lines: Sequence[str]) -> None:
 
 @torch.no_grad()
 def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], root: int = 0) -> int:
-    """Replace every rank's tensors by the root's. Collective. Small tensors travel packed.
+    """Replace every rank's tensors by the root's. Every rank calls it. Small tensors travel packed.
 
     Args:
         group: the ranks.
@@ -61,7 +61,7 @@ def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], root: int = 0) -> 
         InvalidRequest: a tensor is sparse, quantised, on the meta device, or of a class that holds others.
         AxonError: a collective failed.
     """
-    # not detach(), whose changes autograd counts: a forward may have saved a buffer for a backward that is to come
+    # not detach(): autograd counts its changes, and a forward may have saved a buffer for a later backward
     plain = [tensor.data for tensor in tensors if tensor.numel()]
     for tensor in plain:
         check_memory(tensor, "a parameter or buffer")

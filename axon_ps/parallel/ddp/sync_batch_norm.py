@@ -1,7 +1,7 @@
 """`SyncBatchNorm`: batch normalisation over the batches of all ranks of a group together.
 
 Owns: the layer and its exchange. Its results are those of torch's BatchNorm in one process that has all ranks' batches,
-one after the other; torch's own SyncBatchNorm does so on GPUs alone.
+one after the other. torch's own SyncBatchNorm does so on GPUs alone.
 
     shape legend: x: [N, C, ...], n = values per channel on this rank, T = of all ranks, R = ranks
 
@@ -46,7 +46,7 @@ class SyncBatchNorm(_BatchNorm):
         eps: added to the variance.
         momentum: weight of a batch in the running statistics; None = all batches count the same.
         affine: True = there are weight and bias.
-        track_running_stats: True = there are running statistics; without, evaluation uses its own batch's.
+        track_running_stats: True = there are running statistics; False = evaluation uses those of its batch.
         process_group: the ranks: a group, or a world for all of its workers; None = the current world, with the workers
             that it has at the time.
         device: of the parameters.
@@ -116,7 +116,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: ProcessGroup | World | None = None) -> nn.Module:
-        """Replace every BatchNorm layer of a module, of torch or of this class; before it is wrapped.
+        """Replace every BatchNorm layer of a module, torch's or ours. Call it before the module is wrapped.
 
         Args:
             module: changed in place, except where it is such a layer itself. Parameters and buffers stay the same.
@@ -177,7 +177,7 @@ def _in_training(layer: SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(x: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return mean and variance by channel of all ranks' values, f64[C] each, and their number. Collective."""
+    """Return mean and variance by channel of all ranks' values, f64[C] each, and their number."""
     channels, count = x.size(1), x.numel() // x.size(1)
     ours = x.new_zeros(2 * channels + 1, dtype=torch.float64)
     if count:

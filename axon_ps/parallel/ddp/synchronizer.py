@@ -37,7 +37,7 @@ class GradSyncStrategy(enum.Enum):
 
 
 class GradientSynchronizer:
-    """Averages gradients that it is given one by one.
+    """Averages gradients that are given one by one.
 
         synchronizer = GradientSynchronizer(GradSyncStrategy.OVERLAPPED)
         synchronizer.prepare(tensors)                # once: like the gradients, in the order they are expected
@@ -46,11 +46,11 @@ class GradientSynchronizer:
         averaged = synchronizer.sync_all()           # in the order of `prepare`
         synchronizer.clear()                         # for the next step
 
-    Every rank must prepare the same shapes and dtypes; gradients may come in any order, another one on every rank.
+    Every rank must prepare the same shapes and dtypes. Gradients may come in any order, which may differ by rank.
 
     Args:
         strategy: the time at which buckets are reduced; with NO_SYNC `sync_all` gives this rank's own gradients.
-        bucket_numel: elements of a bucket of f32; those of other dtypes have as many bytes.
+        bucket_numel: elements of a bucket of f32; buckets of other dtypes have as many bytes.
         group: the ranks; None = all workers of the current world.
 
     Raises:
@@ -131,14 +131,15 @@ class GradientSynchronizer:
             group: the ranks, as in the Rust crates; None = the constructor's group. No other group is accepted.
 
         Returns:
-            The gradients, in the order of `prepare`; they are views of the buckets and valid until `clear`.
+            The gradients, in the order of `prepare`. They are views of the buckets, valid until `clear`.
 
         Raises:
             Misuse: gradients are missing (not with NO_SYNC); the message names them.
             InvalidRequest: it is another group.
             AxonError: a collective failed.
 
-        After an error: `Misuse` and `InvalidRequest` changed nothing. After any other the gradients are undefined.
+        After an error: after `Misuse` and `InvalidRequest` nothing has changed. After other errors the gradients are
+        undefined.
         """
         if group is not None:
             given, ours = functional.current_group(group), functional.current_group(self._group)
@@ -155,7 +156,7 @@ class GradientSynchronizer:
         return [self._views[i] for i in range(len(self._views))]
 
     def clear(self) -> None:
-        """Forget the gradients, after the reductions that are on their way; the buckets stay."""
+        """Wait for the reductions under way, and set the gradients to zero. The buckets stay."""
         list(self._round.results())
         for bucket in self._buckets:
             bucket.flat.zero_()

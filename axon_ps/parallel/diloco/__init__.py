@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: many local steps, then one together; see `diloco`."""
+"""Local SGD and DiLoCo: many local steps, then one together. See `diloco`."""
 
 from axon_ps.parallel.diloco.diloco import DiLoCo, LocalSGD
 

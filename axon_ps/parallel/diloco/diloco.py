@@ -7,9 +7,9 @@
     on the servers:
         parameters_{t+1} = outer_optimizer(parameters_t, average of the pseudo-gradients)
 
-The push is an ordinary synchronous step with another meaning of gradient, so deaths, joins, exactly-once and
-checkpoints are those of every step. The average is weighted by each worker's training. Sources: Stich 2019 (local
-SGD); Douillard et al. 2023 (DiLoCo: AdamW inside, SGD with Nesterov momentum outside).
+The push is an ordinary synchronous step with another meaning of gradient. So deaths, joins and checkpoints are handled
+as for every step, and each push counts exactly once. The average is weighted by each worker's training. Sources: Stich
+2019 (local SGD); Douillard et al. 2023 (DiLoCo: AdamW inside, SGD with Nesterov momentum outside).
 
 Owns: the arguments, and the user's module and inner optimizer; `OuterSteps` makes the outer steps.
 Refuses: to average the inner optimizer's state and buffers (running statistics): they are each worker's own.
@@ -41,18 +41,17 @@ from axon_ps.types import DType, Hyper, StepResult
 from axon_ps.worker.world import World, world_of
 
 _LEAST_WEIGHT = 1e-6
-"""Least weight of a step that counts at all; the largest weight is one over this."""
+"""Least weight of a step, beside 0. The largest weight is one over this."""
 
 _BUFFERS = 2
-"""Limit of the push buffers, in units of the largest one, if the worker waits for the outer step."""
+"""Limit of the push buffers, as a multiple of the largest unit, if no inner steps overlap with an outer step."""
 
 
 class DiLoCo:
     """Train a plain module with a plain optimizer, and synchronize with the other workers every `inner_steps` steps.
 
-    The module stays the user's: no hooks, every parameter in memory. Every worker must build the same module; its
-    values become those of the servers. A worker that joins later begins with the servers' values. Buffers are
-    each worker's own.
+    The module stays the user's: it gets no hooks, and every parameter stays in memory. Every worker must build the same
+    module. All begin with the servers' values, also workers that join later. Buffers are each worker's own.
 
     Args:
         model: the module; not on the meta device.
@@ -67,15 +66,15 @@ class DiLoCo:
         fragments: number of fragments, P; see `outer_steps`, Note: [Streaming]. Units are dealt to them one by one.
         overlap_steps: inner steps that are made while an outer step is under way; fewer than H / P.
         mixing: from 0 to 1, alpha of Streaming DiLoCo's Algorithm 2: after an outer step during which inner steps were
-            made, parameters are mixing * local + (1 - mixing) * new. That damps the outer momentum, and is better
-            with one. None = the progress made meanwhile is added to the new values in full: better for plain averaging,
-            where mixing would only lose some of it.
-        quorum: the fraction of the workers that need not wait for the others: `grace_s` seconds after so many have come
-            to an outer step, those that still train come to it, too, after their present inner step. Their progress
-            counts by their training. Workers then make different numbers of inner steps between outer steps, so joint
+            made, parameters are mixing * local + (1 - mixing) * new. That damps the outer momentum. None = the
+            progress made meanwhile is added to the new values in full. This is better for plain averaging, where mixing
+            would only lose some of it.
+        quorum: the fraction of the workers that need not wait for the others. When so many have come to an outer step
+            and `grace_s` seconds have passed, the others come to it after their present inner step. Their progress
+            counts by their training. Workers then make different numbers of inner steps between outer steps. So joint
             actions (the end of training, a checkpoint, a barrier) must go by `version`. Train no other model in the
             same loop. None = all make all their inner steps.
-        grace_s: seconds in which the others may then come by themselves.
+        grace_s: seconds in which the others may come by themselves after the quorum.
         unit_types: module classes that are sent as units of their own; the rest of the module is one unit.
         plan_options: the sizes in which units are cut.
         name: as for `FullyShardedDataParallel`; with fragments, the beginning of their names.
@@ -87,6 +86,7 @@ class DiLoCo:
     Raises:
         LayoutMismatch: another worker registered another module, `inner_steps` or outer optimizer.
         InvalidRequest: the module cannot be divided into units, or a setting is out of range.
+        Misuse: no group was given and there is no current world.
         Timeout: the servers got no first values, or a shard server did not answer in time.
     """
 
@@ -185,27 +185,27 @@ class DiLoCo:
     # ------------------------------------------------------------------ steps
 
     def step(self, closure: Callable[[], float] | None = None, *, weight: float = 1.0) -> StepResult | None:
-        """Make one step of the inner optimizer; when it is time, begin or end an outer step with all workers.
+        """Make one step of the inner optimizer. When it is time, begin or end an outer step with all workers.
 
         Args:
             closure: as the inner optimizer takes it.
             weight: its weight in the average over workers: the number of its tokens over the usual number, say.
 
         Returns:
-            None after most inner steps; the result of an outer step that has ended. If it committed, the parameters are
-            the servers' new ones, with the progress made meanwhile as `mixing` says. If not, the parameters retain
-            their local progress, and it is pushed with that of later steps. There are exceptions. After non-finite
-            pseudo-gradients, a worker whose own were non-finite goes back to the last sync with a fresh inner
-            optimizer. A worker whose job was restored from a checkpoint takes the servers' values and loses its
-            progress, at once, after any number of steps. If the job went on without a worker, that worker takes the
-            others' changes and retains its progress.
+            The result of an outer step that has ended; None after most inner steps. If the outer step committed, the
+            parameters are the servers' new ones, with the progress made meanwhile (see `mixing`). If not, the local
+            progress stays in the parameters, and is pushed with that of later steps. There are exceptions. After
+            non-finite pseudo-gradients, a worker whose own were non-finite goes back to the last sync with a fresh
+            inner optimizer. After the job was restored from a checkpoint, the next `step` takes the servers' values,
+            and the worker's progress is lost. If the job went on without a worker, that worker takes the others'
+            changes and retains its progress.
 
         Raises:
-            InvalidRequest: the weight is negative, or not a number.
+            InvalidRequest: the weight is neither 0 nor from 1e-6 to 1e6.
             Timeout: no decision came in time.
             Broken: the coordinator or a shard server is gone for good.
 
-        After an error: the outer step may or may not have committed; the next `step()` finds out and pulls if it has.
+        After an error: the outer step may or may not have committed. If it has, the next `step()` pulls.
         """
         if weight != 0.0 and not _LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT:
             raise InvalidRequest(
@@ -220,30 +220,29 @@ class DiLoCo:
         return self._outer.advance(weight)
 
     def outer_step(self) -> StepResult:
-        """Push a fragment's progress since its last sync and take the result; `step` does so when it is time.
+        """Push a fragment's progress since its last sync and take the result. `step` does so when it is time.
 
-        Every worker must call it, or the step waits for those that do not. An outer step under way is ended first.
-        Progress that was not made by `step` counts as that of `inner_steps` steps. Results and errors are those of
-        `step`.
+        Every worker must call it, since each waits for all. An outer step under way is ended first. Progress that was
+        not made by `step` counts as that of `inner_steps` steps. Results and errors are those of `step`.
         """
         return self._outer.make()
 
     def sync(self) -> list[StepResult]:
-        """Make an outer step of every fragment trained since its last, so that the parameters have all progress.
+        """Make an outer step of every fragment trained since its last one, so that the parameters have all progress.
 
-        It is for the end of training, and before a checkpoint that is to have everything; every worker must call it.
-        Progress with a weight of 0 is lost by it.
+        It is for the end of training, and before a checkpoint that is to have everything. Every worker must call it.
+        Progress with a weight of 0 is lost.
 
         Returns:
             The result of each. If one did not commit, its progress is retained, and `sync` may be called again.
 
         Raises:
-            Timeout: a worker did not come, or no decision.
+            Timeout: a worker or a decision did not come in time.
         """
         return self._outer.make_rest()
 
     def pull(self) -> None:
-        """Take the servers' values; the local progress since the last sync is lost, and an outer step under way too.
+        """Take the servers' values. The local progress since the last sync is lost, and an outer step under way too.
 
         Raises:
             Timeout: a shard server did not answer in time.
@@ -256,11 +255,10 @@ class DiLoCo:
 
     @contextmanager
     def synced_parameters(self) -> Iterator[nn.Module]:
-        """Give the module the values of the last sync, the same on every worker, inside the block: for evaluation.
+        """Give the module the values of the last sync inside the block, for evaluation.
 
-        (Parameters below f32 have them up to their rounding, if training went on during an outer step.)
-
-        Do not train inside. It costs a second copy of the parameters meanwhile.
+        They are the same on every worker. (If training went on during an outer step, parameters narrower than f32 may
+        differ by their rounding.) Do not train inside. The block costs a second copy of the parameters.
         """
         params = [p for fragment in self._fragments for p in fragment.params()]
         local = [p.detach().clone() for p in params]
@@ -293,7 +291,7 @@ class DiLoCo:
         return self._outer.version
 
     def release(self) -> None:
-        """Release as `FullyShardedDataParallel.release`; the module retains its values, and is like any other."""
+        """Release the model, as `FullyShardedDataParallel.release` does. The module stays, with its values."""
         self._outer.end_open()
         world_of(self._group).barrier("axon_ps/release")
         for fragment in self._fragments:
@@ -301,10 +299,10 @@ class DiLoCo:
         self._outer.close()
 
     def statistics(self) -> dict[str, float]:
-        """Return inner and outer steps, pulls, bytes of the copy at the last sync; the data plane's are `wire_*`.
+        """Return inner and outer steps, pulls, bytes of the copy at the last sync. The data plane's are `wire_*`.
 
         `inner_steps_committed` are those of this worker whose progress is in the job's parameters, each times its
-        weight: over `inner_steps` that is its goodput.
+        weight. Divided by `inner_steps`, that is its goodput.
         """
         totals: dict[str, float] = {}
         for fragment in self._fragments:
@@ -336,7 +334,7 @@ def _check_schedule(inner_steps: int, fragments: int, overlap_steps: int, mixing
 
 
 def _divided(units: Sequence[wrap.WrappedUnit], fragments: int) -> list[tuple[wrap.WrappedUnit, ...]]:
-    """Return the units of each fragment; neighbours are in different ones, as in the paper's strided fragments.
+    """Return the units of each fragment. Neighbours are in different ones, as in the paper's strided fragments.
 
     Raises:
         InvalidRequest: there are fewer units that can be trained than fragments.

@@ -1,6 +1,6 @@
 """`Fragment`: units of a module that are synchronized together. To the job it is a model, with versions of its own.
 
-Owns: the copy at the last sync (f32, on the host), and the weight of the training since. Refuses: to know when to sync.
+Owns: the copy at the last sync (f32, on the host), and the weight of the training since. Refuses: the time of a sync.
 
 Note: [Where a worker goes on]
     progress = local - anchor         since the last sync
@@ -12,18 +12,19 @@ Note: [Where a worker goes on]
     Progress made while a push is under way is progress from the new values, and goes with the next push. Without
     mixing none of it is lost or counted twice. Mixing (Wang et al. 2020, Overlap Local-SGD,
     https://arxiv.org/abs/2002.09539; Douillard et al. 2025, Streaming DiLoCo, Algorithm 2,
-    https://arxiv.org/abs/2501.18512) retains a of it, and a of the way back from new to sent. Momentum takes new
-    beyond the average of the values sent, and the next push takes some of that back: mixing damps the momentum. Plain
-    averaging has none to damp. If no inner step was made after the push began, nothing is mixed: local' = new.
-    (After an error the same numbers may be pushed again: then the training in between is progress, as with None.)
+    https://arxiv.org/abs/2501.18512) retains the fraction a of it, and adds the fraction a of the way back from new to
+    sent. With outer momentum, new is beyond the average of the values sent. The next push then includes a part of the
+    way back, so the momentum is damped. Plain averaging has none to damp. If no inner step was made after the push
+    began, nothing is mixed: local' = new. (After an error the same numbers may be pushed again. Then the training in
+    between is progress, as with None.)
 
-    For parameters below f32 the new local values are rounded, and anchor' is the rounded values minus progress', so
+    For parameters narrower than f32 the new local values are rounded. anchor' is the rounded values minus progress', so
     rounding is never pushed as progress.
 
-    Mixing does not change weights: a push counts for the inner steps since the one before it. A weight says how much a
-    worker's training counts in the average beside that of others, and all retain the same fraction of it.
+    Mixing does not change weights: a push counts for the inner steps since the push before it. A weight is how much a
+    worker's training counts in the average. All workers retain the same fraction of their training.
 
-Invariant: `anchor` has the servers' values at `synced`, (epoch, version); the parameters are that plus progress.
+Invariant: `anchor` has the servers' values at `synced`, (epoch, version). The parameters are that plus progress.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class OuterResult:
 
 
 class Fragment:
-    """One fragment of a module; see the docstring of this file.
+    """One fragment of a module. See the docstring of this file.
 
     Args:
         world: the workers that train it.
@@ -124,7 +125,7 @@ class Fragment:
         self.anchor = self._new_values()
 
     def register(self, module: nn.Module, hyper: Hyper) -> None:
-        """Register it with the job; the values of the worker of lowest rank become the servers'.
+        """Register it with the job. The servers' first values are those of the worker of lowest rank.
 
         Raises:
             LayoutMismatch: another worker registered it otherwise.
@@ -191,7 +192,7 @@ class Fragment:
         return OuterResult(decision=decision, at=at, values=values)
 
     def take(self, push: OuterPush, ended: OuterResult, mixing: float | None) -> None:
-        """Go on from the result of an outer step; see Note: [Where a worker goes on]."""
+        """Go on from the result of an outer step. See Note: [Where a worker goes on]."""
         assert ended.values is not None
         self.move(ended.at, ended.values, push.sent, mixing)
         self.weight -= push.weight
@@ -225,9 +226,9 @@ class Fragment:
         begun: Sequence[torch.Tensor | None] | None,
         mixing: float | None = None,
     ) -> None:
-        """Set the parameters to these values plus the progress since `begun`; None = the progress is lost.
+        """Set the parameters to these values plus the progress since `begun`. None = the progress is lost.
 
-        With `mixing` they are set to a mean instead: this fraction of their own values, the rest of these.
+        With `mixing` they are set to mixing * their own values + (1 - mixing) * these values instead.
         """
         self.synced = UNKNOWN  # if this is interrupted
         with torch.no_grad():

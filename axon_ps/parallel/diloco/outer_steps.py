@@ -5,12 +5,12 @@ Owns: the fragment whose outer step is next, and the one whose outer step is und
 Note: [Streaming]
     Douillard et al. 2025 (Streaming DiLoCo, https://arxiv.org/abs/2501.18512) divide the module into P fragments, each
     of which makes its outer step every H inner steps, H / P after the fragment before it. While a fragment's outer step
-    is under way, `overlap_steps` more inner steps are made. So a P-th of the parameters is sent at once, and has time.
-    `mixing` says what remains of these inner steps: Note: [Where a worker goes on] in `fragment`.
+    is under way, `overlap_steps` more inner steps are made. So only a P-th of the parameters is sent at a time, and
+    training goes on meanwhile. For the effect of these inner steps see `fragment`, Note: [Where a worker goes on].
 
     The next fragment is the same on every worker: the first of those with the fewest outer steps. So workers agree also
-    after one was lost in the middle. A worker that joins goes on where the others are: its first push is after its
-    first inner step, and the others wait for nothing else of it.
+    after a worker was lost between fragments. A worker that joins pushes after its first inner step. The others wait
+    for nothing else of it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class OuterSteps:
     # ------------------------------------------------------------------ when
 
     def advance(self, weight: float) -> StepResult | None:
-        """Count an inner step of this weight; when it is time, begin or end an outer step, and return its result."""
+        """Count an inner step of this weight. When it is time, begin or end an outer step, and return its result."""
         self.counters["inner_steps"] += 1
         for fragment in self._fragments:
             fragment.weight += weight / (self._interval * len(self._fragments))
@@ -127,7 +127,7 @@ class OuterSteps:
         return result
 
     def make(self) -> StepResult:
-        """Make an outer step now, after the one under way; see `DiLoCo.outer_step`."""
+        """Make an outer step now, after the one under way. See `DiLoCo.outer_step`."""
         if self._under_way is not None:
             self._end()
         fragment = self._next()
@@ -138,7 +138,7 @@ class OuterSteps:
         return self._end()
 
     def make_rest(self) -> list[StepResult]:
-        """Make an outer step of every fragment that any worker has trained since its last; see `DiLoCo.sync`."""
+        """Make an outer step of every fragment that a worker has trained since the last one. See `DiLoCo.sync`."""
         while True:
             try:
                 left = self._left_to_sync()
@@ -156,7 +156,7 @@ class OuterSteps:
         return results
 
     def _next(self) -> Fragment:
-        """Return the fragment whose outer step is next; see Note: [Streaming]."""
+        """Return the fragment whose outer step is next. See Note: [Streaming]."""
         return min(self._fragments, key=lambda f: f.steps.view.latest_version)
 
     def vote_requested(self) -> bool:
@@ -170,7 +170,7 @@ class OuterSteps:
         return fragment.steps.vote_requested
 
     def _left_to_sync(self) -> list[Fragment]:
-        """Return the fragments that any worker has trained since their last outer step; none is under way then.
+        """End open outer steps, and return the fragments that any worker has trained since their last one.
 
         Raises:
             GenerationChanged: the members changed meanwhile.
@@ -181,9 +181,10 @@ class OuterSteps:
         return [fragment for fragment, by_worker in zip(self._fragments, trained, strict=True) if any(by_worker)]
 
     def end_open(self) -> None:
-        """End the outer step that is under way on any worker, unless others have ended it, and this worker's.
+        """End this worker's outer step under way, and the newest that any worker has under way.
 
-        A worker that has not begun it takes part. A worker whose outer step is over for another only gets its result.
+        A worker that has not begun the latter takes part in it. An outer step is over if any worker knows a newer
+        attempt of its fragment. Then its worker only gets the result.
 
         Raises:
             GenerationChanged: the members changed meanwhile.
@@ -210,7 +211,7 @@ class OuterSteps:
     # ------------------------------------------------------------------ one of them
 
     def pull(self) -> None:
-        """Take the servers' values; the local progress since the last sync is lost, and an outer step under way too.
+        """Take the servers' values. The local progress since the last sync is lost, and an outer step under way too.
 
         Raises:
             Timeout: a shard server did not answer in time.
@@ -228,7 +229,7 @@ class OuterSteps:
         self.counters["pulls"] += 1
 
     def catch_up(self) -> StepResult | None:
-        """Take the changes that the job made without this worker; return a result if it had to pull."""
+        """Take the changes that the job made without this worker, and return a result if it had to pull."""
         busy = None if self._under_way is None else self._under_way.fragment
         moved = [f for f in self._fragments if f is not busy and f.synced != f.now]
         if any(f.synced[0] != f.now[0] for f in moved):

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: a module whose parameters live on the shard servers.
+"""`FullyShardedDataParallel`: a module whose parameters are on the shard servers.
 
 fsdp         the wrapper                                    build      the parts of a wrapped model, by strategy
 runtime      the order of events: gather, reshard, push     abstract_runtime   the methods that make steps

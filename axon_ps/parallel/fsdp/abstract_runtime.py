@@ -1,6 +1,7 @@
 """`AbstractRuntime`: the steps of a wrapped model, which differ by strategy.
 
-`ServerRuntime` makes them on the shard servers, `ReplicatedRuntime` on every worker. `runtime` has the order of events.
+`ServerRuntime` makes them on the shard servers, and `ReplicatedRuntime` on every worker. `runtime` has the order of
+events.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class AbstractRuntime(Uncopied):
         raise NotImplementedError
 
     def change_optimizer(self, spec: OptimizerSpec, *, retains_moments: bool = False) -> None:
-        """Replace the model's optimizer by another one with the next step; its moments begin anew, or stay."""
+        """Replace the model's optimizer by another one with the next step. Its moments begin anew, or stay."""
         raise NotImplementedError
 
     def retain_moments(self) -> None:
-        """Let an optimizer that is to replace the model's go on with its moments."""
+        """Retain the model's moments for an optimizer that is to replace the model's."""
         raise NotImplementedError
 
     @property
@@ -57,7 +58,7 @@ class AbstractRuntime(Uncopied):
         raise NotImplementedError
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the state of our optimizer on this worker, by parameter and torch's names; empty with servers."""
+        """Return the state of our optimizer on this worker, by parameter and torch's names. It is {} with servers."""
         return {}
 
     def load_optimizer_state(self, state: Mapping[torch.Tensor, Mapping[str, Any]], hyper: Sequence[Hyper]) -> None:
@@ -98,9 +99,9 @@ class AbstractRuntime(Uncopied):
         states: Mapping[int, FileEntry],
         version: int | None,
     ) -> CheckpointInfo | None:
-        """Write on the worker that writes; return None on the others, which do not wait for it.
+        """Write a checkpoint on one worker, and return None on the others, which do not wait for it.
 
-        `states` are the files that workers have written, by rank; see `FullyShardedDataParallel.save_checkpoint`.
+        `states` are the files that workers have written, by rank. See `FullyShardedDataParallel.save_checkpoint`.
         """
         raise NotImplementedError
 
@@ -118,7 +119,7 @@ class AbstractRuntime(Uncopied):
         """Update the parameters that stay on this worker, beside units that are resident."""
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of this step to a global L2 norm; return the norm before, pending with servers."""
+        """Clip the gradients of this step to a global L2 norm, and return the norm before (pending with servers)."""
         return self.sent.clip(max_norm)
 
     @property

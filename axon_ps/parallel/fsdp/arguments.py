@@ -1,7 +1,7 @@
 """The arguments of `FullyShardedDataParallel` and their other spellings: each is understood, or refused by name.
 
 A table has the accepted values of every argument. A name of a strategy and torch's own enums, policies and precisions
-mean what they mean in torch; anything else is refused before a module is touched. `strategy` checks whether arguments
+mean what they mean in torch. Anything else is refused before a module is touched. `strategy` checks whether arguments
 go together.
 """
 
@@ -33,7 +33,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The arguments of `FullyShardedDataParallel` in their canonical form; see there."""
+    """The arguments of `FullyShardedDataParallel` in their canonical form. See there for their meaning."""
 
     module: nn.Module
     sharding_strategy: ShardingStrategy
@@ -55,7 +55,8 @@ def checked(**given: Any) -> Arguments:
     """Return the arguments by name, in their canonical form.
 
     Raises:
-        InvalidRequest: an argument may not have this value; the message has the value and the accepted ones.
+        InvalidRequest: an argument may not have this value, and the message has the accepted ones; or
+            `unit_types` and `auto_wrap_policy` were both given.
     """
     arguments = Arguments(**{name: understood(name, value) for name, value in given.items()})
     if arguments.unit_types and arguments.auto_wrap_policy is not None:
@@ -74,7 +75,7 @@ def understood(name: str, value: Any) -> Any:
 
 
 def strategy_of(value: Any) -> ShardingStrategy:
-    """Return a sharding strategy by its name, or by torch's enum; errors as of `checked`."""
+    """Return a sharding strategy by its name, or by torch's enum. It raises as `checked` does."""
     strategy: ShardingStrategy = understood("sharding_strategy", value)
     return strategy
 
@@ -138,7 +139,7 @@ def _kinds(value: Any) -> tuple[type[nn.Module], ...]:
 
 
 def _wrap_policy(value: Any) -> Callable[[nn.Module], bool] | None:
-    """Return a policy that takes a module; torch's own are called with its number of parameters, too."""
+    """Return a policy that takes a module. torch's own get its number of parameters, too."""
     if value is None:
         return None
     if not callable(value) or isinstance(value, type):

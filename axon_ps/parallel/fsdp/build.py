@@ -47,9 +47,9 @@ Init: TypeAlias = Callable[[nn.Module], None] | None
 
 @contextmanager
 def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[tuple[Wrapping, WrappedUnits]]:
-    """Check the arguments against each other and the job; give the options, and the units of the module.
+    """Check the arguments against each other and the job, and yield the options and the module's units.
 
-    Except under NO_SHARD the model's name is claimed for it; if the block raises, the name is free again.
+    Except under NO_SHARD the model's name is claimed. It is free again if the block raises.
 
     Raises:
         Misuse, InvalidRequest: as of `FullyShardedDataParallel`.
@@ -117,7 +117,7 @@ class Made:
 
 
 def made(wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, init: Init, wrapper: nn.Module) -> Made:
-    """Register a model or join its broadcast, and make its parts; what they start ends with `wrapper`."""
+    """Register a model or join its broadcast, and make its parts. All that they start ends with `wrapper`."""
     materialize.make_buffers(module, init, wrapping.device)
     buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype)
     buffers = ModuleBuffers(module, buffer_dtypes)
@@ -184,7 +184,7 @@ def replicated_runtime(
 def server_runtime(
     wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, client: StepClient, wrapper: nn.Module
 ) -> ServerRuntime:
-    """Make the runtime of the strategies that use the shard servers; what it starts ends with `wrapper`."""
+    """Make the runtime of the strategies that use the shard servers. All that it starts ends with `wrapper`."""
     node = None
     if wrapping.strategy is ShardingStrategy.HYBRID_SHARD:
         node = _node_steps(wrapping, client)

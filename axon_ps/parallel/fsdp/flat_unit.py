@@ -1,26 +1,26 @@
 """`FlatUnit`: one unit's parameters as views of one flat tensor whose memory comes and goes.
 
 Note: [Memory that comes and goes]
-    While a unit is unsharded its parameters are views of `flat`. Resharding resizes flat's *storage* to zero bytes;
-    gathering resizes it back and fills it, so that the parameters stay the same objects. Autograd saves no memory of
-    them in forward, but a `SavedParameter`, which gathers the unit again when backward reads it; see `saved_tensors`.
+    While a unit is unsharded its parameters are views of `flat`. Resharding resizes flat's *storage* to zero bytes.
+    Gathering resizes it back and fills it, so that the parameters stay the same objects. Autograd saves no memory of
+    them in forward, but a `SavedParameter`, which gathers the unit again when backward reads it. See `saved_tensors`.
 
-    While a unit is resharded, its parameters are NaN expanded to their shape (a view of the emptied storage would
-    crash), and of a class that raises when values are read or written; see `sharded_parameter`. This is so between
-    uses also if the values stay in memory (SHARD_GRAD_OP): they may be those of an older version.
+    While a unit is resharded, its parameters are NaN expanded to their shape, because a view of the emptied storage
+    would crash. They are of a class that raises when values are read or written. See `sharded_parameter`. Values also
+    cannot be read between uses if they stay in memory (SHARD_GRAD_OP): they may be those of an older version.
 
-    `tensor.numpy()` would forbid resizing for ever, so the loop's thread writes through a raw view of the memory
-    (`sources._window`), which lives only while a gather is under way and the storage cannot be resized.
+    After `tensor.numpy()` a tensor could never be resized. So the loop's thread writes through a raw view of the memory
+    (`sources._window`), which exists only while a gather is under way and the storage cannot be resized.
 
 Note: [Mapped units]
     If the unit's server is on this host and the unit has a `MappedSource`, `flat` is the server's own wire copy,
-    mapped: gathering waits until it is at the version wanted, and resharding makes it unreadable. Nothing is allocated
-    or copied, and what autograd saved stays valid. Another mapping comes only with another server, which has the same
-    values at the same version.
+    mapped. Gathering waits until it is at the version wanted, and resharding makes it unreadable. Nothing is allocated
+    or copied, and the tensors that autograd saved stay valid. Another mapping comes only with another server, which has
+    the same values at the same version.
 
 Note: [States of a unit]
-    The state of a unit (`UnitState`) says whether `flat` has values, and whether others are on their way, of a decided
-    version or of an undecided step. `_TRANSITIONS` has every change of state:
+    The state of a unit (`UnitState`) tells whether `flat` has values, and whether others are on their way (of a decided
+    version or of an undecided step). `_TRANSITIONS` has every change of state:
 
     SHARDED                 nothing here
     GATHERING               nothing here, values on their way
@@ -31,7 +31,7 @@ Note: [States of a unit]
                             they must be cast or copied to a GPU)
 
     The values on their way are one `PendingGather`. If another version of a unit is needed before a step is decided,
-    the unit drops the values of that step, which cannot commit any more.
+    the values of that step are dropped, since it cannot commit any more.
 
 Note: [Views that outlive their unit]
     A forward may return a view of a parameter (`return self.pe[:n]`, `Normal(mu, self.std)`, `weight.detach()`), and
@@ -40,10 +40,10 @@ Note: [Views that outlive their unit]
     long as they are current, as in torch. Once the unit has others, the view is filled with NaN, since torch would show
     the new ones there.
 
-A unit gathers *directly* into `flat` when the wire dtype is the compute dtype and the memory is of the same kind; else
-into a buffer that `unshard` copies (and casts) from. The buffer is in host memory, but under HYBRID_SHARD on GPUs. A
-direct gather overwrites `flat`, also if the unit is resident: when a step is aborted, it is gathered once more.
-`sources` has the ways in.
+A unit is gathered *directly* into `flat` when the wire dtype is the compute dtype and the memory is of the same kind.
+Otherwise it is gathered into a buffer that `unshard` copies (and casts) from. Under HYBRID_SHARD on GPUs the buffer is
+in device memory, otherwise in host memory. A direct gather overwrites `flat`, also if the unit is resident: after an
+aborted step it is gathered once more. `sources` has the ways in which values come.
 
 Shapes: flat: param_dtype[unit_numel]; buffer: wire[unit_numel].
 """
@@ -71,7 +71,7 @@ from axon_ps.worker.steps.ticket import Ticket
 
 
 class UnitState(enum.Enum):
-    """The states of `flat`, and of a gather that is under way; see Note: [States of a unit]."""
+    """The states of `flat`, and of a gather that is under way. See Note: [States of a unit]."""
 
     SHARDED = (False, False, False)
     GATHERING = (False, True, False)
@@ -108,7 +108,7 @@ def _holders(storage: torch.UntypedStorage) -> int:
 
 
 class Outliving:
-    """The memory of one unit that was left to others; see Note: [Views that outlive their unit].
+    """The memory of one unit that was left to others. See Note: [Views that outlive their unit].
 
     Args:
         dtype: the dtype of its values.
@@ -119,11 +119,11 @@ class Outliving:
         self._left: list[tuple[Position | None, StorageWeakRef]] = []
 
     def leave(self, storage: torch.UntypedStorage, at: Position | None) -> None:
-        """Leave this memory, with values of this step, to its other holders."""
+        """Leave this memory, with values of this (epoch, version), to its other holders."""
         self._left.append((at, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
 
     def expire(self, at: Position | None) -> None:
-        """Fill memory that was left with NaN, if its values are of another step than the unit's now."""
+        """Fill memory that was left to others with NaN, if its values are not of this (epoch, version)."""
         for storage in [self._alive(ref) for left, ref in self._left if left != at]:
             if storage is not None:
                 torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage).fill_(float("nan"))
@@ -159,7 +159,7 @@ class FlatUnit:
     sharded = True
     """True if values and gradients are elsewhere between uses."""
     swapped = False
-    """True if the module computes with a copy of the values that the optimizer updates, which are on this worker."""
+    """True if the module computes with a copy, while the optimizer updates the values themselves on this worker."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class FlatUnit:
 
     @property
     def gather_bytes(self) -> int:
-        """Memory that a gather needs before `unshard`; a copy from host memory needs none."""
+        """Memory that a gather needs before `unshard`. A copy from host memory needs none."""
         return self.source.gather_bytes(self)
 
     @property
@@ -250,7 +250,7 @@ class FlatUnit:
         return not self._readable and (self.resident or self.source.retains or not self._allocated)
 
     def start_gather(self, *, again: bool = False) -> None:
-        """Begin to gather, unless current values are here or being gathered; `again` is not counted."""
+        """Begin to gather, unless current values are here or being gathered. `again` = do not count it."""
         wanted = self.source.wanted(self)
         if not self._is_missing(wanted):
             return
@@ -280,7 +280,7 @@ class FlatUnit:
             self.abandon()
 
     def abandon(self) -> None:
-        """Stop the gather under way; its memory is not touched afterwards."""
+        """Stop the gather under way. Its memory is not touched afterwards."""
         if (pending := self._pending) is not None:
             self.source.cancel(pending)
             self._enter(UnitState.UNSHARDED if self.state.has_values else UnitState.SHARDED)
@@ -316,7 +316,7 @@ class FlatUnit:
         self._set_readable(True)
 
     def reshard(self) -> None:
-        """Free the memory, unless the unit is resident; values cannot be read until the next `unshard`."""
+        """Free the memory, unless the unit is resident. Values cannot be read until the next `unshard`."""
         if self.state.gathering:
             self.abandon()
         if not self.resident and not self.state.speculative:
@@ -324,7 +324,7 @@ class FlatUnit:
         self._set_readable(False)
 
     def _enter(self, state: UnitState, pending: PendingGather | None = None) -> None:
-        """Enter another state; nothing else changes it."""
+        """Enter another state. Only this method changes it."""
         if state not in _TRANSITIONS[self.state]:
             raise InternalError(f"unit {self.unit.name!r} cannot go from {self.state.name} to {state.name}")
         self.state, self._pending = state, pending
@@ -380,7 +380,7 @@ class FlatUnit:
             self.flat.copy_(values, non_blocking=non_blocking)
 
     def use_memory(self, mapped: Mapped | None) -> None:
-        """Let `flat` be memory that was mapped; None = memory of our own, which is not allocated yet."""
+        """Set `flat` to memory that was mapped. None = memory of our own, which is not allocated yet."""
         self._mapped = mapped
         if mapped is not None:
             self._set_flat(torch.from_numpy(mapped.values).view(self._nan.dtype))
@@ -389,7 +389,7 @@ class FlatUnit:
             self._storage.resize_(0)
 
     def expire_views(self) -> None:
-        """Expire views if a step has been made since; see Note: [Views that outlive their unit]."""
+        """Expire views if a step has been made since. See Note: [Views that outlive their unit]."""
         self._outliving.expire(self.source.wanted(self))
 
     def free_storage(self) -> None:
@@ -431,7 +431,7 @@ class FlatUnit:
             set_own_data(param, value)
 
     def _set_readable(self, readable: bool) -> None:
-        """Make the values of the parameters readable, or not; see `sharded_parameter`."""
+        """Make the values of the parameters readable, or not. See `sharded_parameter`."""
         if self._readable is not readable:
             self._readable = readable
             if readable:
@@ -479,7 +479,7 @@ class ModuleUnit:
             hook.remove()
 
     def check_parameters(self) -> None:
-        """Refuse changes to the parameters since the model was wrapped, if they have no effect; before a forward.
+        """Refuse changes to the parameters since the model was wrapped, if they have no effect. A forward calls it.
 
         Hooks that the user has registered since are moved before ours, which may send the gradient.
 
@@ -496,7 +496,7 @@ class ModuleUnit:
         for param, hook in self.grad_hooks.items():
             others = param._post_accumulate_grad_hooks
             if next(reversed(others)) != hook.id:
-                others[hook.id] = others.pop(hook.id)  # registering it again needs a parameter that requires a gradient
+                others[hook.id] = others.pop(hook.id)  # a frozen parameter takes no new hook
         self.expected = 0
         for flat in self.flats:
             requiring = [p.name for p, own in zip(flat.unit.parameters, flat.params, strict=True) if own.requires_grad]
@@ -548,7 +548,7 @@ class ModuleUnit:
 
 
 def check_unchanged(flats: Sequence[FlatUnit]) -> None:
-    """Refuse writes to parameters of these units; see `FlatUnit.check_unchanged`."""
+    """Refuse writes to parameters of these units. See `FlatUnit.check_unchanged`."""
     for flat in flats:
         flat.check_unchanged()
 

@@ -2,17 +2,18 @@
 
 Note: [One thread]
     Units are gathered and resharded for one forward or backward at a time, so a second thread inside one is refused.
-    After a forward or a backward raised, the runtime looks as if it were still under way; just after one has begun, the
-    runtime does not show it yet. So in another thread, the stack of the thread that began the last forward decides.
+    The runtime's state is not enough to tell. After a forward or a backward raised, the state still shows it as under
+    way. Just after one has begun, the state does not show it yet. So another thread looks at the stack of the thread
+    that began the last forward.
 
 Note: [One version a step]
     While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
-    that the coordinator gave up (it was frozen, or cut off) does not know it: others commit, units that it has mapped
-    change while it reads them, and once it is back the rest of its step would be of a later version. So a forward that
-    was not of one version from its first to its last read is made again, before its output is seen. A step during which
-    the version moved gets a void ticket: its gradients are not sent, and it aborts. (A step begins where the one before
-    it ended, since that is when its batch is drawn: others may have had the same samples since. It begins anew if this
-    worker itself asked for other parameters, as `load_checkpoint` does.)
+    that was frozen or cut off may not know that the coordinator has given it up. Then others commit, and units that it
+    has mapped change while it reads them. Once it is back, the rest of its step would be of a later version. So a
+    forward that was not of one version from its first to its last read is made again, before its output is seen. A step
+    during which the version moved gets a void ticket: its gradients are not sent, and it aborts.
+    A step begins at the end of the step before it. Its batch is drawn then, and others may have had the same samples
+    since. It begins anew if this worker itself asked for other parameters, as `load_checkpoint` does.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from axon_ps.parallel.fsdp.steps import Position
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
 
 _MAX_FORWARDS = 8
-"""Runs of a forward before it raises; see Note: [One version a step]."""
+"""Runs of a forward before it raises. See Note: [One version a step]."""
 
 
 class OneThread:
-    """The thread that runs a model; see Note: [One thread].
+    """The thread that runs a model. See Note: [One thread].
 
     Args:
         runtime: the model's runtime; a thread that runs the model has it as `runtime` on its stack.
@@ -50,7 +51,7 @@ class OneThread:
         self._beginning = threading.Lock()
 
     def begin(self, what: str, *, busy: bool) -> None:
-        """Begin a forward in this thread; errors as of `check`."""
+        """Begin a forward in this thread. It raises as `check` does."""
         with self._beginning:
             self.check(what, ("forward", "backward"), busy=busy)
             self._thread = threading.get_ident()
@@ -88,7 +89,7 @@ class OneThread:
 
 
 class OneVersion:
-    """The version of what a forward reads, from its first read to its last; see Note: [One version a step].
+    """The version of the values that a forward reads, from first to last. See Note: [One version a step].
 
     Args:
         units: module units; the first is the root.
@@ -112,7 +113,7 @@ class OneVersion:
         self._forwards = 0  # attempts at this forward
 
     def begin(self) -> bool:
-        """Begin the root's forward; return True if it is made again."""
+        """Begin the root's forward, and return True if it is made again."""
         self.at = self._now()
         self._uses = [unit.uses for unit in self._units]
         return self._forwards > 0

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: a module whose parameters live on the shard servers.
+"""`FullyShardedDataParallel`: a module whose parameters are on the shard servers.
 
 These terms are used here and in the modules below: *unit* (parameters gathered together), *slice* (a range of a unit,
 on one or several servers), *replica* (the source of one gradient per step), *version* (the number of committed steps).
@@ -38,21 +38,22 @@ from axon_ps.worker.world import World
 
 
 class FullyShardedDataParallel(ModuleWrapper):
-    """Wrap a module so that its parameters and optimizer state live on the shard servers of the job.
+    """Wrap a module so that its parameters and optimizer state are on the shard servers of the job.
 
-    Use it like the module. Parameters are gathered before a unit's forward and backward and freed after; gradients are
-    averaged over the replicas on the servers while backward runs; `optimizer.step()` of one of our optimizers applies
-    them there. Between uses a parameter has a shape and no values, and reading it is an error (`Misuse`) outside
-    `summon_full_params()`; once its gradient was sent, so is reading `param.grad`. Every worker must build the same
-    module and wrap it the same way. A job may have several models, by name; each has its own layout, optimizer, version
-    and steps.
-    Under NO_SHARD the servers are not used: gradients are averaged between the workers and stay there, and the step is
+    Use it like the module. Parameters are gathered before a unit's forward and backward, and freed afterwards.
+    Gradients are averaged over the replicas on the servers while backward runs. `optimizer.step()` of one of our
+    optimizers applies them there. Between uses a parameter has a shape and no values. Reading it is an error (`Misuse`)
+    then, outside `summon_full_params()`. Reading `param.grad` is an error once the gradient was sent. Every worker must
+    build the same module and wrap it the same way. A job may have several models, by name. Each has its own layout,
+    optimizer, version and steps.
+
+    Under NO_SHARD the servers are not used. Gradients are averaged between the workers and stay there, and the step is
     local.
 
     Args:
         module: the user's module, on the CPU, a GPU or the meta device. First values and buffers are those of the
-            worker of lowest rank (in a job that resumes, those of the checkpoint); the others' are dropped, with a
-            warning if they differ.
+            worker of lowest rank (in a job that resumes, those of the checkpoint). Other workers' values are dropped,
+            with a warning if they differ.
         group: the workers that train it: a world, or its default group; None = the current world. Under NO_SHARD it may
             be any group of the world.
         sharding_strategy: the part of the model that stays in a worker's memory between uses; its name and torch's
@@ -77,11 +78,11 @@ class FullyShardedDataParallel(ModuleWrapper):
 
     Raises:
         LayoutMismatch: another worker wrapped another module by that name; the message names the difference.
-        Misuse: this process has wrapped a model by that name already; the message names both. Or there is no world.
-        InvalidRequest: the module cannot be sharded; the message names the parameter and the reason. Or the group is
-            not all workers of the world, since a step commits for all of them. Or the policy does not go with the
-            strategy: where replicas step asynchronously, others change the parameters between forward and backward, so
-            this worker must retain those that forward read.
+        Misuse: there is no world, or this process has wrapped a model by that name already (the message names both).
+        InvalidRequest: the module cannot be sharded (the message names the parameter and the reason), the group is not
+            all workers of the world, or the policy does not go with the strategy. A step commits for all workers of
+            the world. Under an asynchronous policy others change the parameters between forward and backward, so this
+            worker must retain those that forward read.
         Timeout: the servers got no first values; usually because the worker of lowest rank does not wrap the model.
         Busy: a shard server has no memory for the model.
 
@@ -189,7 +190,7 @@ class FullyShardedDataParallel(ModuleWrapper):
 
     @property
     def name(self) -> str:
-        """The job's name for the model; under NO_SHARD, of which the job does not know, the name that was given."""
+        """The job's name for the model. Under NO_SHARD it is the name that was given, which the job does not have."""
         return self._wrapping.name
 
     @property
@@ -199,9 +200,10 @@ class FullyShardedDataParallel(ModuleWrapper):
 
     @property
     def committed(self) -> dict[str, Any]:
-        """The newest values that were committed with its steps, by name; see `ServerOptimizer.step`.
+        """The newest values that were committed with its steps, by name. See `ServerOptimizer.step`.
 
-        They are those of the version that the model is at: after a restore, those of the checkpoint. {} under NO_SHARD.
+        They are those of the version that the model is at: after a restore, those of the checkpoint. Under NO_SHARD
+        there are none.
         """
         return {
             name: value_of_json(value, f"the committed value {name!r}")
@@ -221,14 +223,15 @@ class FullyShardedDataParallel(ModuleWrapper):
 
         Returns:
             The result, as of `optimizer.step()`. If it did not commit (a worker left or joined), the values are as they
-            were; go on as after any step that did not commit.
+            were. Go on as after any step that did not commit.
 
         Raises:
-            InvalidRequest: the weight is out of range, the other has another layout, or one of the two is asynchronous.
+            InvalidRequest: the weight is out of range, the other is this model or has another layout, one of the two is
+                asynchronous, or only one is under NO_SHARD.
             Misuse: gradients were sent for the step under way, a forward is under way, or a model was released.
             Timeout: no decision came in time.
 
-        After an error: it may or may not have committed; `version` tells.
+        After an error: it may or may not have committed. See `version`.
         """
         if not 0.0 < weight <= 1.0:
             raise InvalidRequest(f"weight is {weight}; it must be above 0 and at most 1")
@@ -242,7 +245,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         return self._runtime.copy_from(other.runtime, weight)
 
     def release(self) -> None:
-        """Have the servers forget the model and free its memory; every worker calls it, and none uses it again.
+        """Have the servers forget the model and free its memory. Every worker calls it, and none uses the model again.
 
         Its name may be used for another model then. Checkpoints that have it stay as they are.
 
@@ -250,7 +253,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             Busy: a checkpoint is being written.
             GenerationChanged, Timeout, Disagreement: as of `World.barrier`; nothing has changed then.
 
-        After an error: the model may be gone; releasing it again is harmless.
+        After an error: the model may be gone. Releasing it again is harmless.
         """
         self._runtime.reset()
         self._runtime.release()
@@ -259,7 +262,7 @@ class FullyShardedDataParallel(ModuleWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of backwards inside in `param.grad`; the next backward outside adds its own to them.
+        """Leave the gradients of backwards inside in `param.grad`. The next backward outside adds its own to them.
 
         A step without such a backward sends them too. Under NO_SHARD of several workers it is refused (`Misuse`).
         """
@@ -278,7 +281,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         """Clip the gradients of the coming step to a global L2 norm, as `torch.nn.utils.clip_grad_norm_` does.
 
         The norm is that of the averaged gradients of the full model over all replicas. With servers it is known when
-        the step is decided and comes back as `StepResult.grad_norm`; under NO_SHARD the gradients are clipped at once.
+        the step is decided, and is in `StepResult.grad_norm`. Under NO_SHARD the gradients are clipped at once.
 
         Args:
             max_norm: the norm, above 0; inf measures only. Of several calls before a step the smallest counts.
@@ -304,7 +307,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             norm_type: 2.
 
         Returns:
-            The norm before clipping. With servers it can be read after `optimizer.step()`; before, reading it is an
+            The norm before clipping. With servers it can be read after `optimizer.step()`. Before, reading it is an
             error (`Misuse`).
 
         Raises:
@@ -339,7 +342,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         self._runtime.push_accumulated()
 
     def prefetch_forward_params(self) -> None:
-        """Begin to gather the parameters that the next forward needs first; with `prefetch=True` a step's end does so.
+        """Begin to gather the parameters that the next forward needs first. With `prefetch=True` a step ends with this.
 
         Raises:
             Misuse: it was called before and no forward has come since, a forward is under way, or the strategy does not
@@ -376,9 +379,9 @@ class FullyShardedDataParallel(ModuleWrapper):
         """Give every parameter its current value, in compute dtype, inside the block.
 
         Args:
-            writeback: True to make changes in place the values on the servers, as by `load_state_dict()`; every worker
-                calls it then, and the changes of the worker of lowest rank count. If False, parameters are to be read,
-                not changed. Under NO_SHARD changes are this worker's own in either case.
+            writeback: True = values changed in place become those on the servers, as by `load_state_dict()`. Every
+                worker calls it then, and the changes of the worker of lowest rank count. False = parameters are to be
+                read, not changed. Under NO_SHARD changes are this worker's own in either case.
 
         Raises:
             Misuse: a forward is under way; or, at the end, parameters were changed in place, and that has no effect.
@@ -407,7 +410,7 @@ class FullyShardedDataParallel(ModuleWrapper):
 
         Raises:
             StepAborted: the job went on without this worker (it was frozen or cut off), so the values read are of
-                several versions; begin again. Under an asynchronous policy they may always be.
+                several versions; begin again. Under an asynchronous policy that is not an error.
         """
         return self._values.full()
 
@@ -420,7 +423,7 @@ class FullyShardedDataParallel(ModuleWrapper):
     ) -> dict[str, Any]:
         """Return every parameter in the dtype it was built with, and every buffer, by the names of the user's module.
 
-        Each worker gets all of it, without the help of others; for models too big for that use
+        Each worker gets all of it, without the help of others. For models too big for that use
         `world.save_checkpoint` and `axon-ps checkpoint export`. `state_dict()` of the user's module, and functions
         built on it (`save_pretrained()` of transformers), give the same. Tied parameters are one tensor under several
         names, as in torch.
@@ -440,9 +443,9 @@ class FullyShardedDataParallel(ModuleWrapper):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Give every parameter and buffer other values; optimizer state and version stay. Every worker calls it.
+        """Give every parameter and buffer other values. Optimizer state and version stay. Every worker calls it.
 
-        Parameters are those that the worker of lowest rank gives; buffers are each worker's own.
+        Parameters are those that the worker of lowest rank gives. Buffers are each worker's own.
 
         Args:
             state_dict: by the names of the user's module, as `state_dict()` gives.
@@ -457,7 +460,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             Disagreement: they do not fit on another rank, which the message names.
             Misuse: a forward is under way, here or on another rank.
 
-        After an error: if it is of these, no parameter and no buffer has changed, on any rank. For others see
+        After an error: if it is of these, no parameter and no buffer has changed, on any rank. For other errors see
         `World.replace_parameters`.
         """
         return self._values.load(state_dict, strict, assign)
@@ -472,7 +475,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load as a part of `load_state_dict()` of a module around this one; every worker must call that."""
+        """Load as a part of `load_state_dict()` of a module around this one. Every worker must call that."""
         ours = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         try:
             keys = self.load_state_dict({n.removeprefix(prefix): value for n, value in ours.items()}, strict=False)
@@ -510,7 +513,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         rank_state: Mapping[str, Any] | None = None,
         version: int | None = None,
     ) -> CheckpointInfo | None:
-        """Write parameters and optimizer state; every worker calls it, and it returns when the checkpoint is complete.
+        """Write parameters and optimizer state. Every worker calls it. It returns when the checkpoint is complete.
 
         The format is the same for every strategy, so a job may go on with another one. With servers, they write the
         checkpoint, and all models of the job are in it. Under NO_SHARD the first worker writes it, which takes a second
@@ -520,7 +523,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             uri: directory or fsspec URI, which shard servers (NO_SHARD: the workers) reach.
             optimizer: the optimizer whose groups are saved, with all their keys; None = the hyperparameters of the
                 newest step. Under NO_SHARD its moments are saved, too: it is ours, or one of torch.optim with a
-                counterpart of ours; None = only parameters. With servers moments are theirs in any case.
+                counterpart of ours; None = only parameters. With servers moments are always saved.
             extra: JSON values to get back on load.
             state: your own state by name, that of the first worker: objects with `state_dict()` and
                 `load_state_dict()` (schedulers), `torch.Generator`s, and plain values. Nothing is pickled; a function
@@ -555,9 +558,9 @@ class FullyShardedDataParallel(ModuleWrapper):
         state: MutableMapping[str, Any] | None = None,
         rank_state: MutableMapping[str, Any] | None = None,
     ) -> CheckpointInfo:
-        """Load parameters and optimizer state from a checkpoint of any strategy and world size; every worker calls it.
+        """Load parameters and optimizer state from a checkpoint of any strategy and world size. Every worker calls it.
 
-        Of a checkpoint of several models only this one is restored; `World.restore_checkpoint` takes all of them.
+        Of a checkpoint of several models only this one is restored. `World.restore_checkpoint` restores all of them.
 
         Args:
             uri: the checkpoint, or a directory of checkpoints (of which the newest complete one is loaded).
@@ -569,8 +572,8 @@ class FullyShardedDataParallel(ModuleWrapper):
                 new ones stay as they are, with a warning; the state of ranks that are gone is not loaded.
 
         Raises:
-            CheckpointError: it cannot be read, on every worker.
-            InvalidRequest: it was saved from another model, on every worker; or it lacks some of `state`.
+            CheckpointError: it cannot be read. Every worker raises this.
+            InvalidRequest: it was saved from another model (every worker raises this), or it lacks some of `state`.
             Misuse: `optimizer` is of another type than the model's, which it replaces with the next step.
         """
         info = self._runtime.load(uri, optimizer)
@@ -584,11 +587,11 @@ class FullyShardedDataParallel(ModuleWrapper):
     # ------------------------------------------------------------------ measures
 
     def statistics(self) -> dict[str, float]:
-        """Return counters and memory of this worker: bytes, seconds, steps; the data plane's are `wire_*`."""
+        """Return counters and memory of this worker: bytes, seconds, steps. The data plane's are `wire_*`."""
         return self._runtime.statistics()
 
     def memory_estimate(self) -> FSDPMemoryStats:
-        """Estimate the memory of this worker at the peak of a step, by strategy; `stats` has the formulas."""
+        """Estimate the memory of this worker at the peak of a step, by strategy. `stats` has the formulas."""
         runtime, wrapping, layout = self._runtime, self._wrapping, self.spec.layout
         built, compute = wrapping.built, wrapping.precision.compute(wrapping.built)
         trainable, state_bytes = max(1, layout.trainable_numel), runtime.optimizer_bytes
@@ -624,7 +627,7 @@ class FullyShardedDataParallel(ModuleWrapper):
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime that drives it; for optimizers."""
+        """The model's runtime, for optimizers."""
         return self._runtime
 
 

@@ -4,7 +4,7 @@
 
 Note: [Memory]
     Under FULL_SHARD the parameters in memory are the root, the unit in use and one more. The next unit is gathered
-    while its memory and the memory in use stay within a budget. The budget is two of the largest unit and, if round
+    while its memory and the memory in use stay within a budget. The budget is twice the largest unit and, if round
     trips are long, the bytes that fill the connections to the servers for a round trip (`shard.client.line`). Backward
     first needs the units that forward used last. They are not resharded in between if they fit, and so are not gathered
     twice.
@@ -52,7 +52,7 @@ class GatherOrder:
         self._limit = _FORGET_AFTER * max(1, len(self._expected))
 
     def visit(self, unit: int) -> None:
-        """Note that `unit` is needed now."""
+        """Record that `unit` is needed now."""
         if len(self._seen) >= self._limit:  # forwards without a backward, for ever: not an iteration
             self.restart()
         self._seen.append(unit)
@@ -78,7 +78,7 @@ class GatherOrder:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again at the first unit; the expected order stays."""
+        """Begin again at the first unit. The expected order stays."""
         self._seen = []
         self._next = 0
 
@@ -120,7 +120,7 @@ class UnitGathering:
         self.prefetched = False
 
     def extend(self, extra_bytes: int) -> None:
-        """Extend the budget before it is needed; see Note: [Memory]."""
+        """Extend the budget before it is needed. See Note: [Memory]."""
         self._budget_bytes = self._least_bytes + extra_bytes
         self._buffers.extend(extra_bytes)
 
@@ -132,7 +132,7 @@ class UnitGathering:
         self._orders[not training].restart()
 
     def need(self, unit: ModuleUnit) -> None:
-        """Unshard a unit, and block until it is; begin to gather the next ones."""
+        """Unshard a unit, block until it is unsharded, and begin to gather the next units."""
         finished, self._finished = self._finished, []
         for other in finished:  # backward has come to another one
             if other is not unit:
@@ -148,7 +148,7 @@ class UnitGathering:
         self.prefetch()
 
     def used(self, unit: ModuleUnit) -> None:
-        """Reshard a unit whose forward is over, unless backward needs it soon; begin to gather the next ones."""
+        """Reshard a unit whose forward is over, unless backward needs it soon. Begin to gather the next units."""
         if not self.training:
             self.reshard(unit)
             if unit.is_root:
@@ -158,12 +158,12 @@ class UnitGathering:
         self.prefetch()
 
     def finish(self, unit: ModuleUnit) -> None:
-        """Record that backward is done with a unit; see `runtime`, Note: [When memory may be freed in backward]."""
+        """Record that backward is done with a unit. See `runtime`, Note: [When memory may be freed in backward]."""
         if not unit.is_root and unit not in self._finished:
             self._finished.append(unit)
 
     def end_backward(self) -> None:
-        """End a backward, of which the order is expected from now on."""
+        """End a backward, whose order is expected from now on."""
         self._orders[True].finish()
 
     def forget_backward(self) -> None:
@@ -210,7 +210,7 @@ class UnitGathering:
         return unit.is_root or self._reshardable_bytes() + flat.nbytes <= self._budget_bytes
 
     def _needed_soon(self, unit: ModuleUnit, upcoming: Iterable[int]) -> bool:
-        """Return True if the unit is among the upcoming ones that fit into the budget; see Note: [Memory]."""
+        """Return True if the unit is among the upcoming ones that fit into the budget. See Note: [Memory]."""
         free_bytes = self._budget_bytes
         for number in dict.fromkeys(upcoming):
             other = self._units[number]

@@ -83,7 +83,7 @@ def _begin_saving(unit: ModuleUnit, *_: object) -> None:
 
 @uncompiled
 def _after_forward(runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: Any, output: Any) -> None:
-    """End a forward, also if it raised; do nothing if it was refused, in this thread, before it began."""
+    """End a forward, also if it raised. Do nothing if it was refused, in this thread, before it began."""
     if not unit.pushes or unit.pushes[-1][0] != threading.get_ident():
         return
     if unit.pushes.pop()[1]:
@@ -94,7 +94,7 @@ def _after_forward(runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: 
 
 @uncompiled
 def before_root(runtime: Runtime) -> bool:
-    """Prepare for the wrapper to run the module inside; return True if `saved_tensors.pop` must follow.
+    """Prepare for the wrapper to run the module inside, and return True if `saved_tensors.pop` must follow.
 
     Raises:
         Misuse: this process is a fork of a worker.

@@ -26,14 +26,14 @@ class Masters(ABC):
 
     @abstractmethod
     def replace(self, values: Iterator[torch.Tensor]) -> None:
-        """Give every unit other values, f32[unit_numel], in layout order; those of the worker of lowest rank count."""
+        """Replace every unit's values, f32[unit_numel], in layout order, by those of the worker of lowest rank."""
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
         """Return a small value of every worker that has the model, in rank order; collective."""
 
     def together(self, failed: str, perform: Callable[[], Any]) -> list[Any]:
-        """Return small values that `perform` gives, in rank order, once it has ended on all workers; collective.
+        """Return the small values that `perform` returns on all workers, in rank order; collective.
 
         Args:
             failed: beginning of the message that the others get if it fails on one.

@@ -1,8 +1,8 @@
 """The upload of first values to the shard servers, one unit at a time, also of a module on the meta device.
 
-The values of the worker of lowest rank count, and the others' are dropped; the same holds for buffers
-(`checkpoints.buffers`). A worker whose own values differed logs it: it compares their digest with the uploader's, which
-is in the job's key-value store.
+Only the values of the worker of lowest rank are used. The same holds for buffers (`checkpoints.buffers`). A worker
+whose own values differ logs a warning. It compares their digest with the uploader's, which is in the job's key-value
+store.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def register(
 
     Raises:
         LayoutMismatch: another worker has registered another layout by that name.
-        Timeout: the servers got no values; usually because the worker of lowest rank does not wrap the model.
+        Timeout: the servers got no values, usually because the worker of lowest rank does not wrap the model.
         Busy: a server has no memory for them.
         InvalidRequest: as of `upload`, or buffers cannot be saved or sent.
     """
@@ -86,7 +86,7 @@ def register(
 
 
 def digest(wrapped_units: Sequence[WrappedUnit]) -> str:
-    """Return a digest of all values, equal on any device; empty if parameters on the meta device have none."""
+    """Return a digest of all values, the same on any device; empty if a parameter is on the meta device."""
     total = hashlib.sha256()
     for wrapped in wrapped_units:
         for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
@@ -116,7 +116,7 @@ def upload(
     steps: StepClient,
     init: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Send every unit's values as f32; at most one unit is in memory beside the module itself.
+    """Send every unit's values as f32, one unit after the other.
 
     Args:
         module: the user's module.
@@ -145,7 +145,7 @@ def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module
 def _meta_values(
     module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None
 ) -> dict[str, torch.Tensor]:
-    """Make the values of a unit's parameters that are on the meta device, by their own submodules."""
+    """Return values for the parameters of a unit that are on the meta device, from their own submodules."""
     values: dict[str, torch.Tensor] = {}
     done: set[str] = set()
     for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):

@@ -37,14 +37,14 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
 
 
 class BufferPool:
-    """Buffers for values on their way. Idle ones are pooled, for buffers as large or smaller, within the limit.
+    """Buffers for values on their way. Idle ones are pooled within the limit, and reused for sizes up to their own.
 
     Args:
         limit_bytes: most bytes of buffers in use, for `wait_for_capacity` and `has_capacity`.
         meter: counts the memory, idle buffers included.
         pinned: page-lock the buffers, for copies to and from a GPU.
         device: the device of the buffers; None = in host memory.
-        make: gives memory for a buffer, u8[size]; None = torch does.
+        make: returns memory for a buffer, u8[size]; None = torch allocates it.
         timeout_s: most seconds that `wait_for_capacity` waits. Users of buffers end by themselves before, when the
             membership changes or their own deadline passes.
     """
@@ -77,11 +77,11 @@ class BufferPool:
             self._changed.notify_all()
 
     def has_capacity(self, size_bytes: int) -> bool:
-        """Return True if a buffer of this size stays within the limit; one buffer always does."""
+        """Return True if a buffer of this size stays within the limit. One buffer always does."""
         return self._out_bytes == 0 or self._out_bytes + size_bytes <= self._limit_bytes
 
     def wait_for_capacity(self, size_bytes: int, timeout_s: float = math.inf) -> None:
-        """Block until a buffer of this size stays within the limit; another thread must be giving buffers back.
+        """Block until a buffer of this size stays within the limit. Another thread must be giving buffers back.
 
         Raises:
             Timeout: too few were given back within this time, or within the pool's own time-out.
@@ -112,7 +112,7 @@ class BufferPool:
         return memory[:size_bytes].view(dtype)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Return a buffer that is not used any more."""
+        """Give back a buffer that is not used any more."""
         if buffer.nbytes == 0:
             return
         with self._changed:
@@ -134,7 +134,7 @@ class BufferPool:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def _smallest_idle(self, size_bytes: int) -> torch.Tensor | None:
-        """Take an idle buffer that is large enough out of the pool; None if there is none."""
+        """Take an idle buffer that is large enough out of the pool, and return it, or None if there is none."""
         fitting = [i for i, memory in enumerate(self._idle) if memory.nbytes >= size_bytes]
         if not fitting:
             return None

@@ -1,22 +1,24 @@
-"""The order of acts in one wrapped model: gather before use, reshard after, push when complete, step at the end.
+"""The order of events in one wrapped model: gather before use, reshard after, push when complete, step at the end.
 
-The hooks (`hooks.py`) call the runtime at autograd's events; the runtime decides; `FlatUnit` moves the bytes.
+The hooks (`hooks.py`) call the runtime at autograd's events. `FlatUnit` moves the bytes.
 
 Note: [When a gradient is complete]
     Autograd runs a parameter's AccumulateGrad once per backward, after every use of the parameter in that backward
-    has contributed. So a unit's gradient is complete when each of its parameters has fired. Reentrant activation
-    checkpointing is the exception: each checkpointed call is a backward of its own. A unit that was used more than
-    once since the last backward is therefore pushed when all of backward ends, not before.
+    has contributed. So a unit's gradient is complete when the AccumulateGrad of each of its parameters has run.
+    Reentrant activation checkpointing is the exception: each checkpointed call is a backward of its own. A unit that
+    was used more than once since the last backward is therefore pushed when all of backward ends, not before.
 
 Note: [When memory may be freed in backward]
-    Once all trainable parameters of a module have fired, backward is most likely done with the module. If it has frozen
-    parameters, backward is done once the gradient of its inputs is there: an adapter's gradient is complete while the
-    weights it adapts are still to be read. The module counts as finished then, and is resharded when backward comes to
-    another one, or ends. The time is only a guess: values that are read again are gathered again (`saved_tensors`).
+    Once the gradients of all trainable parameters of a module are complete, backward is most likely done with the
+    module. If it has frozen parameters, backward is done once the gradient of its inputs is there. (An adapter's
+    gradient is complete before backward has read the weights it adapts.) The module counts as finished then, and is
+    resharded when backward comes to another one, or ends. The time is only a guess: values that are read again are
+    gathered again (`saved_tensors`).
 
 Note: [Backward that is broken off]
-    An error in backward leaves some gradients sent and others not made. None of them is used: `zero_grad()` drops them,
-    and withdraws those sent, so that the step is aborted for all. Until then a step or another backward is refused.
+    After an error in backward some gradients are sent and others not made. None of them is used: `zero_grad()` drops
+    them, and withdraws those sent. The step is then aborted for all workers. Until `zero_grad()` is called, a step or
+    another backward is refused.
 """
 
 from __future__ import annotations
@@ -60,22 +62,22 @@ class Runtime(AbstractRuntime):
     Attributes:
         flats: the flat units of all module units, in layout order.
         gathering: the units that are in memory.
-        one_version: the version of what a forward reads.
+        one_version: the version of the values that a forward reads.
         accumulation: gradients that stay here before they are pushed.
         sent: gradients that have left this worker for the step under way, and the norm that they are clipped to.
         has_gradients: True if a backward has been made for the step under way.
-        loss_scale: the factor of the loss; gradients are divided by it before they are pushed.
+        loss_scale: the factor of the loss. Gradients are divided by it before they are pushed.
         markers: the parts of its steps, for profilers and traces.
-        optimizers: those of ours that make its steps.
+        optimizers: our optimizers that were made for the model.
         current: the optimizer of ours that was made last, which alone makes steps; None before there is one.
         moments_of: the version at which the optimizer's moments began.
         expected_hyper: returns the hyperparameters that the optimizer has now; None = the next step's cannot be known.
         decisions: number of steps on the servers that have ended, in whatever way.
-        resends: number of times that the gradients of an aborted step are sent again; if any, a copy is retained.
-        on_abort: called before the gradients of an aborted step are sent again, before any wait; it may raise.
-        buffers: the module's buffers, which checkpoints have.
+        resends: number of times that the gradients of an aborted step are sent again. Above 0, a copy is retained.
+        on_abort: called when a step is aborted whose gradients are to be sent again. It may raise.
+        buffers: the module's buffers, which are in checkpoints.
         on_commit: called when a step has committed.
-        left: parameters in no group whose gradients were forgotten here, and not in torch.
+        left: parameters in no group whose gradients were dropped here, and would not be dropped by torch.
         last_reason: the reason for which the last step did not commit, in words.
     """
 
@@ -145,7 +147,7 @@ class Runtime(AbstractRuntime):
             self.agree()
             self._settle_backward()
             self.gathering.begin_forward(training=torch.is_grad_enabled())
-            for other in self.units:  # a forward that raised may have left some behind
+            for other in self.units:  # after a forward that raised, it may be above 0
                 other.depth = 0
             self.markers.begin("forward", in_profile=True)
             repeated = self.one_version.begin()
@@ -205,7 +207,7 @@ class Runtime(AbstractRuntime):
         unit.held = unit.held or self._makes_graph
 
     def _begin_backward(self) -> None:
-        """Begin a backward, unless it has begun; each of its first possible events calls this.
+        """Begin a backward, unless it has begun. It is called at every event that may be the first of a backward.
 
         Raises:
             Misuse: the backward before was broken off, and its gradients were not dropped; or the loss and the
@@ -294,7 +296,7 @@ class Runtime(AbstractRuntime):
             self.gathering.finish(unit)
 
     def _free(self, unit: ModuleUnit) -> None:
-        """Reshard a unit in backward; behind its push, gather it as the step is expected to leave it."""
+        """Reshard a unit in backward, and gather it behind its push, as the step is expected to leave it."""
         self.gathering.reshard(unit)
         flat = unit.trainable
         if flat is not None and flat.index in self._pushed and not unit.held:

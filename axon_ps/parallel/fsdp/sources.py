@@ -1,13 +1,13 @@
 """`ParameterSource`: the ways in which the values of a unit come into this worker's memory.
 
-source           place of the values               way of the values
+source           where the values are              how they come
 RemoteSource     on the shard servers              as messages, into `flat` or into a buffer beside it
 MappedSource     on a server of this host          `flat` is the server's memory; see `flat_unit`, Note: [Mapped units]
 NodeSource       in shards on the node's workers   as from the servers; in device memory where the node's groups are
 HostCopySource   in host memory, once gathered     copied from there (CPUOffload.PARAMS)
 LocalSource      in the masters, on this worker    copied from there (NO_SHARD; in `no_shard.replicated_unit`)
 
-A unit's source is chosen when the model is wrapped; a `MappedSource` may become a `RemoteSource`.
+A unit's source is chosen when the model is wrapped. A `MappedSource` may later be replaced by a `RemoteSource`.
 Values on their way are a `PendingGather`.
 """
 
@@ -41,8 +41,8 @@ def array_of(buffer: torch.Tensor, wire: DType) -> Array:
 def _window(tensor: torch.Tensor, wire: DType) -> Array:
     """Return a host tensor's memory as a numpy array that torch does not know of.
 
-    See `flat_unit`, Note: [Memory that comes and goes]. The array keeps the tensor alive: a model may be dropped while
-    a gather writes there.
+    See `flat_unit`, Note: [Memory that comes and goes]. The array has a reference to the tensor, since a model may be
+    dropped during a gather into its memory.
     """
     raw = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
     raw.tensor = tensor  # type: ignore[attr-defined]
@@ -55,9 +55,9 @@ class PendingGather:
     """Values of a unit that are on their way.
 
     Attributes:
-        at: (epoch, version) of the values; of an undecided step, that before it.
+        at: (epoch, version) of the values; for those of an undecided step, the version before it.
         work: the work to wait for; None = nothing.
-        buffer: the buffer that they come into; None = `flat`, or memory that the source knows.
+        buffer: the buffer that they come into; None = `flat`, or memory of the source.
         in_place: True if they come into `flat`, so that its previous values are lost.
         speculative: True if it was begun before its step was decided.
         result: the result, if there is no work.
@@ -74,7 +74,7 @@ class PendingGather:
 
 
 class GatheredUnit(Protocol):
-    """The unit whose values come; its attributes and methods are those of `parallel.fsdp.flat_unit.FlatUnit`."""
+    """The unit whose values are gathered; see `parallel.fsdp.flat_unit.FlatUnit`."""
 
     index: int
     unit: Unit
@@ -95,7 +95,7 @@ class GatheredUnit(Protocol):
         """Free the memory of `flat`."""
 
     def fill(self, values: torch.Tensor, *, non_blocking: bool) -> None:
-        """Copy values into `flat`, of another dtype or device perhaps."""
+        """Copy values into `flat`. They may have another dtype or device."""
 
     def use_memory(self, mapped: Mapped | None) -> None:
         """Let `flat` be this memory; None = memory of its own."""
@@ -108,7 +108,7 @@ class ParameterSource(ABC):
     """The way in which the values of a unit come.
 
     Args:
-        steps: have the version that the values must have.
+        steps: the model's steps, with the version that the values must have.
 
     Attributes:
         buffered: True if a gather takes memory beside `flat`.
@@ -130,7 +130,7 @@ class ParameterSource(ABC):
         return True
 
     def speculates(self, flat: GatheredUnit) -> bool:
-        """Return True if values of an undecided step may come, and it pays."""
+        """Return True if values of an undecided step can be gathered, and this saves time."""
         return False
 
     def gather_bytes(self, flat: GatheredUnit) -> int:
@@ -151,10 +151,10 @@ class ParameterSource(ABC):
 
     @abstractmethod
     def finish(self, flat: GatheredUnit, pending: PendingGather, result: Any) -> bool:
-        """Make the values that have come those of `flat`; False = none have, and they must be requested again."""
+        """Put the values that have come into `flat`; return False if none have, and they must be requested again."""
 
     def cancel(self, pending: PendingGather) -> None:
-        """Stop a gather; its memory is not touched afterwards."""
+        """Stop a gather, whose memory is not touched afterwards."""
         if pending.work is not None:
             pending.work.cancel()
 
@@ -202,10 +202,10 @@ class _GatheringSource(ParameterSource):
 
 
 class RemoteSource(_GatheringSource):
-    """The shard servers send the values; those of an undecided step, too, unless they are on this host.
+    """The shard servers send the values. Servers of other hosts send those of an undecided step, too.
 
-    On this host they are copied from memory once they are decided. This takes less time than a server takes to make
-    them twice.
+    From a server of this host, values are copied from memory once the step is decided. This takes less time than the
+    server would take to make them twice.
     """
 
     def __init__(self, steps: ServerSteps, pool: BufferPool, *, buffered: bool) -> None:
@@ -223,10 +223,11 @@ class RemoteSource(_GatheringSource):
 
 
 class NodeSource(_GatheringSource):
-    """The workers of the node send each other their shards; they pull those speculatively by themselves.
+    """The workers of the node send each other their shards. Each worker pulls its own shard, also speculatively.
 
     Args:
-        on_device: True if the node's groups are of device memory; the rest is `_GatheringSource`'s.
+        steps, pool, buffered: as for `_GatheringSource`.
+        on_device: True if the node's groups are of device memory.
     """
 
     def __init__(self, steps: Steps, pool: BufferPool, *, buffered: bool, on_device: bool) -> None:
@@ -242,7 +243,7 @@ class MappedSource(ParameterSource):
 
     Args:
         steps: maps.
-        otherwise: the source of the values for ever once they cannot be mapped.
+        otherwise: the source that replaces this one if the values cannot be mapped.
     """
 
     buffered = False

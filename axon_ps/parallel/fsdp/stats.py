@@ -1,6 +1,6 @@
 """The memory of a wrapped model on a worker: an estimate from its strategy, and types for measured values. Pure.
 
-P    parameters of the model, T of them trainable; u the largest unit, r the root (what is in no unit)
+P    parameters of the model, T of them trainable; u the largest unit, r the root (the parameters in no unit)
 c    bytes of an element in compute, w as gathered, g as a gradient is sent, m as the model was built
 G    workers of a node (HYBRID_SHARD); s optimizer state per trainable parameter (8 under Adam in f32)
 
@@ -12,8 +12,8 @@ NO_SHARD        m·P, + c·(r + u) if computed in copies   m·T           s·T
 + PARAMS, FULL  w·P on the host + c·(r + u)              g·2u          on the servers
 
 Values come into buffers where they are cast, decompressed, or copied to a GPU. A unit with frozen parameters is
-resharded one unit later in backward: + c·u where it says u, and with buffers under SHARD_GRAD_OP 2·w·u of its frozen
-parameters.
+resharded one unit later in backward. This adds c·u to the rows with c·(r + u). Under SHARD_GRAD_OP with buffers it adds
+2·w·f, where f is the largest number of frozen parameters of a unit.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def estimate(
     buffered: bool,
     world_size: int,
 ) -> FSDPMemoryStats:
-    """Compute the table of the module's docstring.
+    """Compute one row of the table in the module's docstring.
 
     Args:
         layout: the model's layout.

@@ -18,7 +18,7 @@ Position: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class StepStatus:
-    """The facts by which samples are dealt; read at one moment.
+    """The facts by which samples are dealt, all of one moment.
 
     Attributes:
         generation: the generation of the members among whom they are dealt.
@@ -33,10 +33,10 @@ class StepStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """A batch that a loader has given to the program; the next backward's gradients are of it.
+    """A batch that a loader has given to the program. The next backward's gradients are of this batch.
 
     Attributes:
-        generation: the generation of the members among whom its samples were dealt; the step counts only among them.
+        generation: the generation of the members among whom its samples were dealt. The step counts in no other.
         weight: the factor of its mean in the mean over all samples of the step.
         index: its number among the micro-batches of this worker in the step.
         count: the number of these micro-batches. Gradients are pushed behind the last one.
@@ -59,7 +59,7 @@ class Pending(Awaited, Protocol):
     """Something under way that can be cancelled."""
 
     def cancel(self) -> None:
-        """Stop it; its memory is not touched afterwards."""
+        """Stop it. Its memory is not touched afterwards."""
 
 
 class JobMembers(Protocol):
@@ -70,7 +70,7 @@ class JobMembers(Protocol):
 
 
 class View(Protocol):
-    """The state of the model that is known; see `ModelView`."""
+    """The known state of the model; see `ModelView`."""
 
     @property
     def job(self) -> JobMembers:
@@ -86,19 +86,19 @@ class View(Protocol):
 
     @property
     def version(self) -> int:
-        """Committed steps."""
+        """The number of committed steps."""
 
     @property
     def copied(self) -> int:
-        """The newest version that took another model's values; frozen units are of that version. 0 = none."""
+        """The version of the last copy from another model, which frozen units are of; 0 = there was none."""
 
     @property
     def latest(self) -> Position:
-        """The newest (epoch, version) that this worker was notified of; those it computes with may be older."""
+        """The newest (epoch, version) that this worker was notified of. The one it computes with may be older."""
 
 
 def position_of(view: View, *, trainable: bool) -> Position:
-    """Return the (epoch, version) that a unit's values must have now; of steps, only a copy changes a frozen unit."""
+    """Return the (epoch, version) that a unit's values must have now. No step but a copy changes a frozen unit."""
     return view.epoch, view.version if trainable else view.copied
 
 
@@ -110,10 +110,10 @@ class ParameterSteps(Protocol):
 
 
 class GradientSteps(Protocol):
-    """The client that takes gradients."""
+    """The client that pushes gradients."""
 
     def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
-        """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas` or the weight of its batch.
+        """Send this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas` or the weight of its batch.
 
         It is an array or None, or a tensor if a node's groups are of device memory.
         """
@@ -124,7 +124,7 @@ class Steps(Protocol):
 
     @property
     def view(self) -> View:
-        """The state of the model that is known."""
+        """The known state of the model."""
 
     @property
     def parameters(self) -> ParameterSteps:
@@ -132,7 +132,7 @@ class Steps(Protocol):
 
     @property
     def gradients(self) -> GradientSteps:
-        """The client that takes gradients."""
+        """The client that pushes gradients."""
 
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Give the job its optimizer."""
@@ -143,7 +143,7 @@ class Steps(Protocol):
     def ticket(self, began: Position | None = None, dealt: int | None = None) -> Ticket:
         """Return the ticket of the step that is computed from (epoch, version) `began`.
 
-        Its samples were dealt in the generation `dealt`. The ticket is void if version or generation are over.
+        Its samples were dealt in the generation `dealt`. The ticket is void if `began` or `dealt` is not current.
         """
 
     def vote(
@@ -158,7 +158,7 @@ class Steps(Protocol):
         withdrawn: bool = False,
         optimizer: OptimizerChange | None = None,
     ) -> Decision:
-        """Vote that all gradients were pushed, with these values to commit; wait for the decision.
+        """Vote that all gradients were pushed, with these values to commit, and wait for the decision.
 
         `optimizer` replaces the model's with the step.
         """
@@ -175,7 +175,7 @@ class Mapped(Protocol):
         """wire[unit_numel]; the same memory as long as the server lives."""
 
     def is_at(self, version: int) -> bool:
-        """Return True if `values` are those of a version, and have been since they were found to be."""
+        """Return True if `values` are those of a version."""
 
     def discard_writes(self) -> None:
         """Undo all writes to `values` by this process."""
@@ -198,7 +198,7 @@ class ServerParameters(ParameterSteps, Protocol):
 
 
 class ServerSteps(Steps, Protocol):
-    """Steps of a worker by itself: parameters come from the shard servers; see `StepClient`."""
+    """Steps of a worker whose parameters come from the shard servers; see `StepClient`."""
 
     @property
     def parameters(self) -> ServerParameters:

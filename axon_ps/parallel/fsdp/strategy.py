@@ -12,28 +12,28 @@ from axon_ps.types import Member
 
 
 class ShardingStrategy(enum.Enum):
-    """Parameters that stay on a worker, the bytes that it moves, and the place of the step.
+    """The parameters that stay on a worker, the bytes that it moves, and the process that makes the step.
 
-    FULL_SHARD (ZeRO-3): parameters are resharded after each use; a unit is gathered before its forward and again before
-    its backward, its gradient is pushed, the step happens on the servers.
+    FULL_SHARD (ZeRO-3): parameters are resharded after each use. A unit is gathered before its forward and again before
+    its backward. Its gradient is pushed, and the step is made on the servers.
 
-    SHARD_GRAD_OP (ZeRO-2): parameters stay unsharded; gradients are pushed, the step happens on the servers, changed
-    values are pulled before the next forward. While gradients are not clipped they are pulled right behind each push,
-    from servers of other hosts. They come into a second copy in their wire dtype if they must be cast or copied to a
-    GPU, else over the old values, and count once the step has committed. The new values can be read from the next
+    SHARD_GRAD_OP (ZeRO-2): parameters stay unsharded. Gradients are pushed, the step is made on the servers, and
+    changed values are pulled before the next forward. While gradients are not clipped, values on servers of other hosts
+    are pulled right behind each push. They come into a second copy in their wire dtype if they must be cast or copied
+    to a GPU, else over the old values. They count once the step has committed. The new values can be read from the next
     forward on, or inside `summon_full_params()`.
 
-    HYBRID_SHARD: the workers of a node are one replica. Each has a shard of every unit, 1/G of it in the wire dtype; a
-    unit is gathered inside the node, its gradient is averaged inside the node, and each worker pushes and pulls its own
-    shard. The step happens on the servers. The workers of a node run the same modules in the same order (on different
-    data), as under torch's FSDP.
+    HYBRID_SHARD: the workers of a node are one replica. Each of G workers has 1/G of every unit, in the wire dtype. A
+    unit is gathered inside the node, and its gradient is averaged there. Each worker pushes and pulls its own shard.
+    The step is made on the servers. The workers of a node run the same modules in the same order (on different data),
+    as under torch's FSDP.
 
     NO_SHARD (DDP): every worker has all parameters, and the servers none. Gradients are averaged over the workers while
-    backward runs, and are in `param.grad` after it; the step is that of a local optimizer, torch's or ours.
+    backward runs, and are in `param.grad` after it. The step is that of a local optimizer, torch's or ours.
 
     ZERO_1, ZERO_2, ZERO_3 are other names of these. ZeRO-1 shards only the optimizer's state. Here that is on the
     servers in every strategy that uses them. SHARD_GRAD_OP comes closest, since parameters stay unsharded in it.
-    A gradient is unsharded until it is sent, and is on no worker after that: for averages in `param.grad` use NO_SHARD.
+    In these strategies a gradient is on no worker once it is sent. For averages in `param.grad` use NO_SHARD.
     """
 
     FULL_SHARD = "full_shard"
@@ -51,12 +51,12 @@ class CPUOffload(enum.Enum):
     NONE: nothing beyond the strategy. FULL_SHARD then gathers a unit from the servers twice a step.
 
     PARAMS: a copy of the parameters in their wire dtype stays in host memory (pinned if there is a GPU). Under
-    FULL_SHARD and SHARD_GRAD_OP backward gathers from it instead of the network, so that a step moves two units' worth
-    for each unit and not three, frozen units are sent once, and nothing stays on the device between units. Under
-    HYBRID_SHARD a worker's shard is on the host in any case. Under NO_SHARD the parameters and their gradients are on
-    the host, and each unit is copied to the device for its forward and for its backward.
+    FULL_SHARD and SHARD_GRAD_OP units are gathered from it for backward, and no unit stays on the device between uses.
+    A step then moves a unit's bytes twice over the network, not three times as under FULL_SHARD. Frozen units are sent
+    once. Under HYBRID_SHARD a worker's shard is on the host in any case. Under NO_SHARD the parameters and their
+    gradients are on the host, and each unit is copied to the device for its forward and for its backward.
 
-    FULL: as PARAMS; gradients that wait for `no_sync()` to end, or for a step, are in host memory too.
+    FULL: as PARAMS. Gradients that wait for `no_sync()` to end, or for a step, are in host memory, too.
 
     OPTIMIZER_STATES: the optimizer's state is in host memory, as it always is on shard servers. Under NO_SHARD the
     parameters that the optimizer updates, and with them its state, are on the host.
@@ -119,7 +119,7 @@ def checked_policy(policy: Policy, strategy: ShardingStrategy, offload: CPUOfflo
 
 
 def checked_node_size(size: int | None, strategy: ShardingStrategy, members: Sequence[Member]) -> int:
-    """Return the number of workers that share a unit inside a node; 1 but for HYBRID_SHARD.
+    """Return the number of workers that share a unit inside a node; 1 except under HYBRID_SHARD.
 
     Args:
         size: the number given; None = as many as a node has.
@@ -127,7 +127,7 @@ def checked_node_size(size: int | None, strategy: ShardingStrategy, members: Seq
         members: the workers of the world.
 
     Raises:
-        InvalidRequest: the nodes have other numbers of workers, or it was given for another strategy.
+        InvalidRequest: a node has another number of workers, or a size was given for another strategy.
     """
     if strategy is not ShardingStrategy.HYBRID_SHARD:
         if size is not None:

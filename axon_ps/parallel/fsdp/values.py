@@ -169,9 +169,9 @@ class WrappedValues:
     def _fitting(
         self, state_dict: Mapping[str, Any], strict: bool, assign: bool
     ) -> tuple[dict[str, Any], _IncompatibleKeys, dict[str, torch.Tensor]]:
-        """Return the values of a state dict that fit, the names that do not, and the values that stay.
+        """Return the values of a state dict that fit, the missing and unknown names, and the values that stay.
 
-        Only extra state is set here.
+        Extra state is set here.
 
         Raises:
             InvalidRequest: as `load_state_dict`.
@@ -195,10 +195,10 @@ class WrappedValues:
         return given, keys, self._staying(partial(_value_in, given))
 
     def _agreed(self, what: str, prepare: Callable[[], T]) -> T:
-        """Return the result of `prepare`, once every rank has it; collective.
+        """Return the result of `prepare`, once it has returned on every rank; collective.
 
         Raises:
-            Disagreement: another rank does not have it; the message says why.
+            AxonError: `prepare` failed on another rank; as of `Masters.together`.
             Exception: `prepare` raised it here.
         """
         prepared: list[T] = []
@@ -246,7 +246,7 @@ class WrappedValues:
 
 
 class _Fill(Uncopied):
-    """The hook by which `state_dict()` of the user's module gives values, as long as there is a wrapper."""
+    """The hook that puts values into `state_dict()` of the user's module, as long as there is a wrapper."""
 
     def __init__(self, values: WrappedValues) -> None:
         self._values = weakref.ref(values)
@@ -257,8 +257,9 @@ class _Fill(Uncopied):
 
 
 def _refuse_loading(path: str, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Refuse values that torch loads into a part of a wrapped model; the entries that the wrapper loads have been taken
-    out.
+    """Refuse values that torch loads into a part of a wrapped model.
+
+    The entries that the wrapper loads have been taken out.
 
     Raises:
         Misuse: they would be loaded into sharded parameters.

@@ -1,12 +1,12 @@
 """Wrapping of a model: the units that its parameters form, from a module tree to a `Layout`.
 
-The unit of a parameter is the innermost module around it that is a unit; a parameter in none belongs to the root. A
+The unit of a parameter is the innermost module around it that is a unit. A parameter in none belongs to the root. A
 parameter that is reachable from two units (tied weights) belongs to the root, which is unsharded during all of forward
 and backward. Frozen and trainable parameters of a module become two units of the layout, so that gradients and moments
 exist only for the second.
 
 Parameters have the names that state dicts have, without torch's wrappers for activation checkpointing. A model that
-cannot be sharded is refused here, before any other process is told of it: `partition` names the parameter and a remedy.
+cannot be sharded is refused here, before any other process is told of it. The error names the parameter and a remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARDED_DTYPES = tuple(TORCH_DTYPES[dtype] for dtype in WIRE_DTYPES)
 """The dtypes of parameters that can be stored on the servers and sent."""
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
-"""The module inside a wrapper of torch's activation checkpointing; it is in no name of a state dict."""
+"""The module inside a wrapper of torch's activation checkpointing. It is in no name of a state dict."""
 
 _WRAPPERS = {"FullyShardedDataParallel", "DistributedDataParallel", "DataParallel"}
 """Classes that average gradients, ours and torch's."""
@@ -71,7 +71,7 @@ class Wrapping:
         device: the device on which parameters compute.
         built: the dtype that holds the values of all parameters as they were built.
         node_size: workers of a node.
-        prefetch: gather units before they are needed.
+        prefetch: True if units are gathered before they are needed.
         meter: counts the bytes of parameters.
         counters: those of `statistics()`.
     """
@@ -95,7 +95,7 @@ class Wrapping:
 
     @property
     def wire(self) -> DType:
-        """The dtype that a gather gives: the job's wire dtype; for compressed values, that of the computation."""
+        """The dtype of gathered values: the job's wire dtype; for compressed values, that of the computation."""
         wire, compute = self.spec.precision, self.precision.compute(self.built)
         return wire.param if wire.param_compression is None else parse_dtype(compute, "param_dtype")
 
@@ -133,7 +133,7 @@ class Slot:
 
     @property
     def is_empty(self) -> bool:
-        """True if something else is there now."""
+        """True if the entry has another value now."""
         return self.holder.get(self.key) is not self.param
 
 
@@ -256,10 +256,11 @@ def sparse_gradient(name: str, cause: str) -> str:
 def partition(
     module: nn.Module, is_unit: Callable[[nn.Module], bool], ignored: Collection[nn.Parameter] = ()
 ) -> tuple[WrappedUnit, ...]:
-    """Divide a module into units, the root first, the others in module order; `ignored` parameters are in none.
+    """Divide a module into units, the root first, the others in module order. `ignored` parameters are in none.
 
     Raises:
-        InvalidRequest: there is no parameter, or one of a dtype or kind that cannot be sharded.
+        InvalidRequest: there is no parameter, or one of a dtype or kind that cannot be sharded; or a unit has
+            parameters of several dtypes.
     """
     owners = ["", *_unit_names(module, is_unit)]
     paths: dict[nn.Parameter, list[str]] = {}
@@ -291,7 +292,7 @@ def partition(
 def refuse_shared_memory(module: nn.Module, wrapped_units: Sequence[WrappedUnit]) -> None:
     """Raise if a parameter to be sharded overlaps with another tensor of the module: its memory will be replaced.
 
-    Neighbours in one storage do not overlap; cuDNN makes such neighbours of the weights of an `nn.LSTM`.
+    Neighbours in one storage do not overlap. The weights of an `nn.LSTM` are such neighbours under cuDNN.
 
     Args:
         module: the module to be wrapped.

@@ -1,10 +1,10 @@
 """Messages between stages: tensors of any number, shape and dtype, and the error of a stage that failed.
 
 Owns: one first-in-first-out edge for each direction of each boundary between stages on different ranks, with a thread
-at each end, so that ranks compute while messages travel; and a queue for neighbours on one rank. Refuses: to know
-what messages are for.
+at each end, and a queue for neighbours on one rank. So ranks compute while messages travel. Refuses: to know what
+messages are for.
 
-A message is a header of fixed size that describes the tensors, and then each tensor; so shapes may change at any
+A message is a header of fixed size that describes the tensors, and then each tensor. So shapes may change at any
 time. One message per edge is received ahead of its use, so a rank has one microbatch's inputs in memory beside its
 activations.
 
@@ -69,7 +69,7 @@ class StageMessage:
 
 
 class PeerFailed(Exception):
-    """Another rank's stage has failed; the text names the stage and the error. It never leaves the pipeline."""
+    """Another rank's stage has failed. The text names the stage and the error. It never leaves the pipeline."""
 
 
 class Channel:
@@ -103,7 +103,7 @@ class Channel:
         """Send a message in the background.
 
         Raises:
-            InvalidRequest: a tensor's dtype does not travel, or there are too many tensors.
+            InvalidRequest: a tensor has a dtype that cannot be sent, or there are too many tensors.
         """
         if self._is_local(edge):
             self._queues.setdefault(edge, deque()).append(message)
@@ -117,7 +117,7 @@ class Channel:
         """Return the next message of an edge; block until it is there.
 
         Raises:
-            PeerFailed: the sender failed, or another rank that it waited for.
+            PeerFailed: the sender failed, or another rank failed that the sender waited for.
             AxonError: the group is over.
         """
         if self._is_local(edge):
@@ -134,17 +134,17 @@ class Channel:
                     self._dispatch(edge, [pack({"error": text})])
 
     def flush(self) -> None:
-        """Return when everything that was sent has left.
+        """Block until all messages have left.
 
         Raises:
-            AxonError: something could not be sent.
+            AxonError: a message could not be sent.
         """
         sending, self._sending = self._sending, []
         for work in sending:
             work.result()
 
     def close(self) -> None:
-        """End the threads; the group must have ended the operations under way. Repeated calls do nothing."""
+        """End the threads. The group must have ended the operations under way. Repeated calls do nothing."""
         queues, self._work_queues = self._work_queues, {}
         for queue in queues.values():
             queue.close(_QUEUE_CLOSE_S)
@@ -188,7 +188,7 @@ class Channel:
         device = self._devices[edge.receiver]
         tensors = []
         for name, shape, on_device in fields["tensors"]:
-            # It is received into the kind of memory that it was sent from, on any device that this stage computes on.
+            # A tensor is received into the kind of memory that it was sent from. The stage then moves it to its device.
             where = device if on_device == (device.type != "cpu") else torch.device("cuda" if on_device else "cpu")
             tensor = torch.empty(shape, dtype=getattr(torch, name), device=where)
             group.recv(tensor, source, tag=edge.tag)

@@ -1,6 +1,6 @@
-"""The optimizer of a pipeline for torch.distributed.checkpoint: saved from p ranks, loaded at any other number.
+"""The optimizer of a pipeline for torch.distributed.checkpoint: saved from p ranks, loaded on any number.
 
-The parameters need nothing of this: a `Pipeline` is a module whose state dict has the keys of the full model.
+The parameters need none of this: a `Pipeline` is a module whose state dict has the keys of the full model.
 
     state = {"model": pipeline, "optimizer": OptimizerState(pipeline, optimizer)}
     dcp.save(state, checkpoint_id=..., process_group=...)
@@ -59,12 +59,12 @@ class OptimizerState:
         return {"state": state, "entries": {name: sorted(of) for name, of in state.items()}, "options": options}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state as `state_dict` gives it; DCP has filled the tensors of first copies in place.
+        """Take over a state as `state_dict` returns it. DCP has filled the tensors of first copies in place.
 
         Raises:
             LayoutMismatch: a parameter had other entries when it was saved than it has here.
 
-        After an error: the state is undefined; load again, or go on from another checkpoint.
+        After an error: the state is undefined. Load again, or go on from another checkpoint.
         """
         for name, parameter, group in self._parameters:
             has, given = self._optimizer.state.get(parameter, {}), state_dict["entries"][name]

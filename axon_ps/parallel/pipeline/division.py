@@ -15,7 +15,7 @@ from axon_ps.parallel.pipeline.stage import StageModules, Tensors, as_tuple
 
 
 def even(count: int, num_sizes: int) -> list[int]:
-    """Return `num_sizes` sizes, as even as possible, that sum to `count`; the first are one larger."""
+    """Return `num_sizes` sizes, as even as possible, that sum to `count`. The first ones may be larger by one."""
     return [count // num_sizes + (i < count % num_sizes) for i in range(num_sizes)]
 
 
@@ -48,7 +48,7 @@ def single(tensors: Tensors) -> Any:
 def divide(
     modules: Iterable[nn.Module], num_stages: int, ranks: int, schedule: PipelineSchedule, sizes: Sequence[int] | None
 ) -> list[StageModules]:
-    """Divide the modules of a model into stages; children are named by their position among all modules.
+    """Divide the modules of a model into stages. Children are named by their position among all modules.
 
     Args:
         modules: of the full model, in order.

@@ -56,7 +56,7 @@ def exchange(group: ProcessGroup, value: Any) -> list[Any]:
 
 
 def end_together(group: ProcessGroup) -> None:
-    """Let every rank return from its last collective before one of them ends the group; errors are ignored."""
+    """Let every rank return from its last collective before one of them ends the group. Errors are ignored."""
     with contextlib.suppress(AxonError):
         group.barrier()
 
@@ -67,7 +67,7 @@ def agree(group: ProcessGroup | None, stages: int, description: str, rest: Any) 
     Args:
         group: the ranks; None = only this one.
         stages: number of this rank's stages.
-        description: must be the same on all ranks; it is quoted in messages.
+        description: must be the same on all ranks, and is quoted in messages.
         rest: must be the same on all ranks, too.
 
     Returns:

@@ -1,4 +1,4 @@
-"""One rank's actions of one step: performs them in order and measures them.
+"""`Executor`: performs one rank's actions of one step in order, and measures them.
 
 Owns: nothing beyond the step. Refuses: to decide the order (`schedule`), to compute (`stage`), to move (`channel`).
 """
@@ -48,7 +48,7 @@ class Step:
     peak_by_stage: dict[int, int] = field(default_factory=dict)
 
     def release(self) -> None:
-        """Drop the batch; measurements stay."""
+        """Drop the batch, but not the measurements."""
         self.inputs, self.targets = (), None
 
 
@@ -85,7 +85,7 @@ class Executor:
             PeerFailed: a stage of another rank failed.
             AxonError: the group is over.
 
-        After an error: other ranks have been notified only if it is an `AxonError`; gradients are undefined.
+        After an error: other ranks have been notified only if it is an `AxonError`. Gradients are undefined.
         """
         step.peak_by_stage = dict.fromkeys(self._stages, 0)
         try:

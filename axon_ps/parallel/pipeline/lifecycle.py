@@ -6,7 +6,7 @@ know what a stage is.
 Note: [A step's end]
     When a rank has done its actions, or cannot go on, all ranks exchange their status: the loss, or the error. So a
     step ends on all ranks alike. A rank that fails first sends the error on every edge on which others may still wait
-    for it (`Channel.poison`); a rank that receives this does the same. Hence every rank comes to the exchange.
+    for it (`Channel.poison`). A rank that receives this does the same. Hence every rank comes to the exchange.
 
 Invariant: a pipeline that is over stays so, with its first error.
 """
@@ -26,7 +26,7 @@ _ERROR_CHARACTERS = 800
 
 
 class Lifecycle:
-    """See this module.
+    """The end of a pipeline's steps and of the pipeline; see the module.
 
     Args:
         group: the pipeline's own group, which ends with it; None = all stages are here, and errors end nothing.
@@ -58,7 +58,7 @@ class Lifecycle:
             The loss as each rank has it.
 
         Raises:
-            Exception: a stage of this rank failed with it; a note names the stage.
+            Exception: a stage of this rank failed with it. A note names the stage.
             Broken: a stage of another rank failed.
             AxonError: the group is over.
 
@@ -90,7 +90,7 @@ class Lifecycle:
         raise again(self._over)
 
     def break_off(self, error: BaseException) -> None:
-        """Break off a step; without a group the pipeline goes on, with one it is over."""
+        """Break off a step. With a group the pipeline is then over, without one it can be used further."""
         if self._group is None:
             self._channel.close()
         elif isinstance(error, AxonError):
@@ -100,7 +100,7 @@ class Lifecycle:
             self.end(Broken(f"rank {self._group.rank} left the pipeline by {reason}"))
 
     def end(self, error: AxonError) -> None:
-        """End the pipeline, its group and its threads on this rank; repeated calls change nothing."""
+        """End the pipeline, its group and its threads on this rank. Repeated calls change nothing."""
         self._over = self._over or again(error)
         if self._group is not None:
             self._group.abort(error)

@@ -1,6 +1,6 @@
 """The number of microbatches whose activations a rank holds at once: formulas, and measurements.
 
-Unit: one microbatch at one stage, from the begin of its forward to the end of its backward.
+The unit is one microbatch at one stage, from the beginning of its forward to the end of its backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PipelineMemoryStats:
 
     @staticmethod
     def one_f_one_b_peak_activations(stages: int, microbatches: int, rank: int = 0) -> int:
-        """Return min(p - rank, m): the microbatches between a stage and the end; the first stage holds most.
+        """Return min(p - rank, m): the microbatches between a stage and the end. The first stage holds most.
 
         Raises:
             InvalidRequest: there is no such rank.
@@ -44,7 +44,7 @@ class PipelineMemoryStats:
 
     @staticmethod
     def interleaved_peak_activations(ranks: int, stages_per_rank: int, microbatches: int, rank: int = 0) -> int:
-        """Return min((k - 1)·w + 2·(p - 1 - rank) + 1, k·m), with w microbatches to a round: p, if they divide.
+        """Return min((k - 1)·w + 2·(p - 1 - rank) + 1, k·m), with w = m / max(1, m // p) microbatches in a round.
 
         Raises:
             InvalidRequest: there is no such rank, or the microbatches do not divide into rounds.
@@ -57,7 +57,7 @@ class PipelineMemoryStats:
 
 
 def peak(table: Iterable[Action]) -> int:
-    """Return the most microbatches that a rank with these actions holds at once; I frees nothing, W does."""
+    """Return the most microbatches that a rank with these actions holds at once. One is freed by B or W, not by I."""
     live = most = 0
     for action in table:
         if action.kind is ActionKind.FORWARD:

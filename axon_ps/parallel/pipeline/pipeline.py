@@ -4,8 +4,8 @@ Owns: the agreement of the ranks, cutting batches into microbatches, shared para
 Refuses: the step itself, and its end; see `executor` and `lifecycle`.
 
 `torch.distributed.pipelining` runs over axon_ps, too (`init_process_group("axon")`). `Pipeline` needs no default
-process group. It takes batches and shapes that change, stages of any number per rank, ties and threads, and ends all
-ranks when one fails. The orders of its schedules are the same, and splitting backward is torch's.
+process group. It takes batches and shapes that change, stages of any number per rank, ties and threads. If one rank
+fails, it ends on all ranks. The orders of its schedules are the same, and splitting backward is torch's.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Pipeline(nn.Module):
         schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
         **options: Any,
     ) -> Pipeline:
-        """Divide a sequence of modules into stages; this rank has its own.
+        """Divide a sequence of modules into stages, of which this rank has its own.
 
         A parameter that modules of different stages share (the same object) stays shared.
 
@@ -168,11 +168,11 @@ class Pipeline(nn.Module):
 
     @property
     def counted_elsewhere(self) -> tuple[nn.Parameter, ...]:
-        """Copies of shared parameters here that are not the first ones; a global norm must leave them out."""
+        """Copies of shared parameters here that are not the first ones. A global norm must leave them out."""
         return self._ties.counted_elsewhere
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
-        """Return the key of each parameter here; a shared one has, on every rank, its first key in the model."""
+        """Return the key of each parameter here. A shared one has, on every rank, its first key in the model."""
         names = {parameter: name for name, parameter in self.named_parameters()}
         for tie in self._tied:
             stage, name = tie[0]
@@ -184,7 +184,7 @@ class Pipeline(nn.Module):
     # ------------------------------------------------------------------ use
 
     def step(self, batch: Any = None, target: Any = None) -> Tensor:
-        """Run forward and backward of a batch; gradients are added to `.grad`. Collective.
+        """Run forward and backward of a batch, and add the gradients to `.grad`. Collective.
 
         Args:
             batch: a tensor [rows, ...] or a tuple of such; needed on the rank of the first stage, ignored elsewhere.
@@ -194,14 +194,14 @@ class Pipeline(nn.Module):
             The loss, on every rank: a scalar on the CPU without graph.
 
         Raises:
-            Broken: a stage of another rank failed; the message names the stage, the rank, the action and the error.
+            Broken: a stage of another rank failed. The message names the stage, the rank, the action and the error.
             Misuse: there is no loss function.
-            Exception: a stage of this rank failed with it; a note names the stage.
-            InvalidRequest: this rank's batch or target cannot be cut; the other ranks get `Broken`.
+            Exception: a stage of this rank failed with it. A note names the stage.
+            InvalidRequest: this rank's batch or target cannot be cut. The other ranks get `Broken`.
             AxonError: a rank has died, or did not come in time; or the pipeline is over already.
 
         After an error: gradients are undefined, parameters are as before. With a group the pipeline is over, on every
-        rank; make another. The group it was given goes on, unless a rank has died.
+        rank. Make another. The group that it was given can still be used, unless a rank has died.
         """
         self._lifecycle.check_open()
         if self._loss_fn is None:
@@ -253,8 +253,8 @@ class Pipeline(nn.Module):
     def timeline(self) -> Timeline:
         """Return the times of all ranks' computations in the last `step` (or inference), on every rank. Collective.
 
-        Ranks on one host share a clock. Clocks of different hosts are compared by the times at which barriers return;
-        the error is about the time that a message takes.
+        Ranks on one host share a clock. Clocks of different hosts are compared by the times at which barriers return.
+        The error of this comparison is about the time that a message takes.
 
         Raises:
             Misuse: there was no step.
@@ -265,7 +265,7 @@ class Pipeline(nn.Module):
         return gather_timeline(self._group, spans)
 
     def close(self) -> None:
-        """Free the pipeline's group and threads on this rank; parameters stay. Repeated calls do nothing."""
+        """Free the pipeline's group and threads on this rank. Parameters stay. Repeated calls do nothing."""
         self._lifecycle.end(Closed("the pipeline was closed"))
 
     def __enter__(self) -> Pipeline:

@@ -8,14 +8,14 @@ backward is split, I is the gradient of the input and W that of the weights (B =
 
 Invariants, tested for every small p, k and m:
 - every stage does every microbatch once, forward before backward;
-- no order of ranks' progress deadlocks when sends do not wait;
+- if sends do not block, there is no deadlock, in whatever order the ranks progress;
 - messages between two stages are used in the order they are produced, so a first-in-first-out edge each is enough.
 
 Sources: GPipe (https://arxiv.org/abs/1811.06965); 1F1B (PipeDream-Flush, https://arxiv.org/abs/2006.09503); interleaved
 1F1B (https://arxiv.org/abs/2104.04473, with any m that divides into m // p rounds, as `torch.distributed.pipelining`);
-zero bubble ZB1P (https://arxiv.org/abs/2401.10241). The tests hold the tables equal to torch's.
-Those need stages with a process group. torch has none for fewer microbatches than ranks and for several neighbouring
-stages on a rank, and its 1F1B numbers the forwards of the last rank from 1.
+zero bubble ZB1P (https://arxiv.org/abs/2401.10241). The tests compare the tables with torch's.
+torch's tables need stages with a process group. torch has none for fewer microbatches than ranks, or for several
+neighbouring stages on a rank. Its 1F1B numbers the forwards of the last rank from 1.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PipelineSchedule(StrEnum):
 
     Attributes:
         GPIPE: all forwards, then all backwards. A stage holds all m microbatches.
-        ONE_F_ONE_B: forwards until the first backward can start, then one of each alternately. The bubble is the same;
-            stage s of p holds p - s microbatches at most.
+        ONE_F_ONE_B: forwards until the first backward can start, then one of each alternately. The bubble is that of
+            GPIPE. Stage s of p holds p - s microbatches at most.
         INTERLEAVED_ONE_F_ONE_B: the same with k > 1 stages per rank, p stages apart: 1/k of the bubble, k times the
             messages.
         ZERO_BUBBLE: 1F1B with backward split, so that gradients of weights fill the bubble.
@@ -99,7 +99,7 @@ def check(schedule: PipelineSchedule, ranks: int, microbatches: int) -> None:
     """Check that there is such a table.
 
     Raises:
-        InvalidRequest: there must be a microbatch; looping schedules need as many microbatches in every round.
+        InvalidRequest: there is no microbatch, or a looping schedule would have rounds of different sizes.
     """
     if microbatches < 1:
         raise InvalidRequest(f"num_microbatches is {microbatches}; it must be at least 1")
@@ -191,6 +191,6 @@ def needs(action: Action, stages: int) -> tuple[tuple[ActionKind, int], ...]:
 
 
 def gives(action: Action) -> tuple[ActionKind, int]:
-    """Return the event that it completes for others, in the terms of `needs`."""
+    """Return the event that an action completes for others, in the terms of `needs`."""
     kind = ActionKind.BACKWARD if action.kind is ActionKind.BACKWARD_INPUT else action.kind
     return kind, action.stage

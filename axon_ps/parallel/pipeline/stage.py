@@ -134,7 +134,7 @@ class PipelineStage:
         return loss.detach().clone()
 
     def backward(self, microbatch: int, grads: Sequence[Tensor] | None) -> Tensors:
-        """Run all of backward; the microbatch is dropped.
+        """Run all of backward, and drop the microbatch.
 
         Args:
             microbatch: its number.
@@ -148,7 +148,7 @@ class PipelineStage:
         return _input_grads(item.inputs)
 
     def backward_input(self, microbatch: int, grads: Sequence[Tensor] | None) -> Tensors:
-        """Compute the gradients of the inputs alone; the rest is left to `backward_weight`."""
+        """Compute the gradients of the inputs alone, and leave the rest to `backward_weight`."""
         item = self._live[microbatch]
         item.grads = self._on_device(grads)
         if not item.roots or not any(x.requires_grad for x in item.inputs):  # no other stage needs a gradient
@@ -164,7 +164,7 @@ class PipelineStage:
         return _input_grads(item.inputs)
 
     def backward_weight(self, microbatch: int) -> None:
-        """Compute the gradients of the weights, after `backward_input`; the microbatch is dropped."""
+        """Compute the gradients of the weights after `backward_input`, and drop the microbatch."""
         item = self._live.pop(microbatch)
         if item.weights is None:
             self._run(item, item.grads)
@@ -185,7 +185,7 @@ class PipelineStage:
 
 
 class StageModules(nn.Sequential):
-    """Modules one after the other; a tuple becomes the next one's arguments, as between stages.
+    """Modules one after the other. A tuple becomes the next one's arguments, as between stages.
 
     Children are named by their position in the full model.
     """
@@ -199,10 +199,10 @@ class StageModules(nn.Sequential):
 
 
 def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return PyTorch's backward to the inputs, and that to the weights; their first import takes a second.
+    """Return PyTorch's backward to the inputs, and that to the weights. Their first import takes a second.
 
     Raises:
-        InvalidRequest: this torch gives some weights wrong gradients (of nodes with several outputs, and below others).
+        InvalidRequest: this torch is older than `SPLITS_RIGHT`, and computes wrong gradients for some graphs.
     """
     if torch_version() < SPLITS_RIGHT:
         raise InvalidRequest(

@@ -1,7 +1,7 @@
 """Parameters that several stages share, such as a first stage's embedding and a last stage's output layer.
 
 Every rank with such a stage has a copy. All copies begin equal, and after each step's backward all have the sum of all
-copies' gradients; so optimizers that do the same on every rank keep them equal.
+copies' gradients. So they stay equal if the optimizers do the same on every rank.
 
 Invariant: a gradient from before the step (accumulation) is added once, not once per rank.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from axon_ps.collectives.process_group import ProcessGroup
 
 Tie = tuple[tuple[int, str], ...]
-"""The places of one parameter: stage, and name in the stage's module."""
+"""The copies of one parameter, each as its stage and its name in the stage's module."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TiedParameters:
     """This rank's copies of shared parameters. Making it is collective when there is a group.
 
     Args:
-        ties: the places of each shared parameter; the same on every rank.
+        ties: the copies of each shared parameter; the same on every rank.
         owner: the rank of each stage.
         modules: this rank's stages.
         group: the pipeline's own; None = all stages are here.
@@ -67,7 +67,7 @@ class TiedParameters:
 
     @property
     def counted_elsewhere(self) -> tuple[nn.Parameter, ...]:
-        """Copies on this rank, except the first ones of the first rank."""
+        """Copies on this rank, without the first copy of a parameter if this is the first rank that has one."""
         return tuple(copy for tied in self._tied for copy in tied.copies[tied.group is None or tied.group.rank == 0 :])
 
     def begin(self) -> None:

@@ -1,6 +1,6 @@
-"""The computations of a step with their times: `Timeline`, as recorded, or as a table of actions would run.
+"""`Timeline`: the computations of a step with their times, recorded, or simulated from a table of actions.
 
-Owns: the bubble fraction, pictures in text, the simulation. Refuses: to measure; the executor does.
+Owns: the bubble fraction, pictures in text, the simulation. Refuses: to measure (the executor does).
 
 The simulation is exact for ranks that do their actions in order, each as soon as its inputs are there. From times that
 were measured on a machine with fewer cores (or GPUs), it predicts those of a machine with one per rank.
@@ -30,7 +30,7 @@ class ActionSpan(NamedTuple):
     Attributes:
         rank: the rank that did it.
         action: the action.
-        begin_s: time at which it began, on rank 0's clock; a simulation begins at 0.
+        begin_s: time at which it began, on rank 0's clock. A simulation begins at 0.
         end_s: time at which it had ended.
         cpu_s: CPU seconds of the thread that did it.
     """
@@ -72,7 +72,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the begin of the first action to the end of the last."""
+        """Seconds from the beginning of the first action to the end of the last."""
         return max((s.end_s for s in self.spans), default=0.0) - self.begin_s
 
     def of(self, rank: int) -> list[ActionSpan]:
@@ -90,7 +90,7 @@ class Timeline:
         return 1.0 - sum(s.end_s - s.begin_s for s in self.spans) / total if total else 0.0
 
     def replayed(self, transfer_s: float = 0.0) -> Timeline:
-        """Return the same actions in the same order, each as long as its CPU time: every rank has a core of its own."""
+        """Return the same actions in the same order, as if every rank had a core: each takes its CPU time."""
         cpu_s = {s.action: s.cpu_s for s in self.spans}
         return simulate([[s.action for s in self.of(r)] for r in range(self.ranks)], cpu_s.__getitem__, transfer_s)
 
@@ -126,10 +126,10 @@ def simulate(
     Args:
         tables: by rank, its actions in order.
         cost_s: returns the seconds that an action takes.
-        transfer_s: seconds that a message between ranks takes; sends do not hold up the sender.
+        transfer_s: seconds that a message between ranks takes. The sender does not wait for it.
 
     Raises:
-        InternalError: the tables deadlock; the message has the actions that wait.
+        InternalError: the tables deadlock. The message lists the actions that cannot begin.
     """
     stages = 1 + max((a.stage for table in tables for a in table), default=-1)
     done: dict[tuple[ActionKind, int, int], tuple[int, float]] = {}  # kind, stage, microbatch -> rank, end

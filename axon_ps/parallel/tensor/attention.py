@@ -1,14 +1,14 @@
 """`TensorParallelAttention`: multi-head attention with its heads split among the ranks of a group.
 
 Rank i projects the input to queries, keys and values of its heads alone, attends, and multiplies by its columns of the
-output projection; one sum over the ranks makes the result. Self-attention takes one all-reduce in forward and
+output projection. The result is the sum over the ranks. Self-attention takes one all-reduce in forward and
 one in backward, for any number of heads (Shoeybi et al. 2019, section 3).
 
 Note: [Dropout by head]
 Each head draws its dropout mask from a generator of its own, seeded by one number from torch's default host generator
-and the head's index among all heads. So ranks never drop the same pattern, and a model drops the same with any number
-of ranks. Dropout needs the matrix of probabilities in memory, so it does without the fused kernels; without dropout,
-and in evaluation, `scaled_dot_product_attention` does everything.
+and the head's index among all heads. So each rank has masks of its own, and a model has the same masks with any number
+of ranks. Dropout takes the matrix of probabilities in memory, so it does not use the fused kernels. Without dropout,
+and in evaluation, `scaled_dot_product_attention` is used.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class TensorParallelAttention(TensorParallelModule):
         hidden_size: of inputs and output.
         num_heads: of the full layer; a multiple of the number of ranks, and a divisor of `hidden_size`.
         group: the ranks; None = all workers of the current world.
-        causal: no position attends to a later one.
+        causal: True = no position attends to a later one.
         dropout: probability with which an attention probability is dropped in training. See Note: [Dropout by head].
         bias: True = the four projections have one.
         num_key_value_heads: heads of keys and values, each used by as many query heads (grouped-query attention); None
             = `num_heads`. A multiple of the number of ranks too.
-        sequence_parallel: input and output are this rank's equal shard of the sequence.
+        sequence_parallel: True = input and output are this rank's equal shard of the sequence.
         device: of the parameters.
         dtype: of the parameters.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
@@ -140,7 +140,7 @@ class TensorParallelAttention(TensorParallelModule):
         return y
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return queries or keys as they are, before they are multiplied; a model with rotary embeddings overrides it.
+        """Return queries or keys as they are, before they are multiplied. Override it for rotary embeddings.
 
         Args:
             heads: [..., this rank's heads, sequence, head_size], of the full sequence.
@@ -202,7 +202,7 @@ class TensorParallelAttention(TensorParallelModule):
     def from_attention(
         cls, attention: nn.MultiheadAttention, group: ProcessGroup | None = None, **options: Any
     ) -> TensorParallelAttention:
-        """Shard a layer that every rank has; the parameters are copies, frozen where the layer's are.
+        """Shard a layer that every rank has. The parameters are copies, frozen where the layer's are.
 
         Masks mean the opposite there: `nn.MultiheadAttention` takes True for "does not attend".
 

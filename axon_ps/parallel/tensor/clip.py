@@ -1,6 +1,6 @@
 """The gradient norm of a model that is sharded over a mesh, and clipping by it: every parameter is counted once.
 
-A parameter that is sharded over a tensor group counts with all its shards, a replicated one counts once, and stages of
+A parameter that is sharded over a tensor group counts with all its shards. A replicated one counts once. The stages of
 a pipeline add up. Ranks of other axes (data, replicate) have the same gradients and add nothing.
 """
 
@@ -87,12 +87,12 @@ def clip_grad_norm(
     Collective; call it when the gradients are complete (after DDP's reduction).
 
     Args:
-        module: the model, or this rank's stages of it; their parameters' gradients are scaled in place.
+        module: the model, or this rank's stages of it. Their gradients are scaled in place.
         max_norm: the largest norm that is left alone.
         norm_type: as for `grad_norm`.
         mesh: as for `grad_norm`.
         axes: as for `grad_norm`.
-        counted_elsewhere: as for `grad_norm`; these are scaled here, too.
+        counted_elsewhere: as for `grad_norm`. These are scaled here, too.
 
     Returns:
         The norm before, f32[].

@@ -1,6 +1,6 @@
 """State dicts of tensor-parallel models for torch.distributed.checkpoint: this rank's shards as DTensors.
 
-DCP writes each shard once and loads at any number of ranks. It needs torch.distributed (`init_process_group("axon")`).
+DCP writes each shard once and loads on any number of ranks. It needs torch.distributed (`init_process_group("axon")`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def distributed_state_dict(
 ) -> dict[str, Any]:
     """Return the model's state dict with sharded parameters as DTensors, which share the module's memory.
 
-    Nothing is sent. `dcp.save(it)` writes the full tensors, `dcp.load(it)` fills the module in place, at any size of
-    the tensor group.
+    Nothing is sent. `dcp.save` of the result writes the full tensors. `dcp.load` of it fills the module in place, at
+    any size of the tensor group.
 
     Args:
         module: the model.
@@ -56,7 +56,7 @@ def distributed_optimizer_state_dict(
 
 
 class _Wrap:
-    """Makes a DTensor of this rank's shard of something of a sharded parameter's shape; leaves the rest as it is."""
+    """The function that makes DTensors of the shards of sharded parameters, and returns other values as they are."""
 
     def __init__(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         self._device_mesh = device_mesh

@@ -21,13 +21,12 @@ into sharded weights needs `copy_to_group` or `gather_sequence`, which replicate
 
 Invariants:
 - No function writes to its input, or to the gradient that it is given.
-- Sums are in rank order where the backend promises it (shm, grpc, mock), so replicated tensors have the same bits
-  everywhere.
-- The ranks must call them in the same order, in forward and so in backward; a model that is the same everywhere does
+- Replicated tensors have the same bits on every rank with a backend that sums in rank order (shm, grpc, mock).
+- The ranks must call them in the same order, in forward and so in backward. A model that is the same everywhere does
   so.
 
-After an error: as for `ProcessGroup`; the forward or backward that it was in has no result. `torch.compile` breaks the
-graph here: the functions are ordinary Python to it.
+After an error: as for `ProcessGroup`. The forward or backward that it was in has no result. `torch.compile` breaks the
+graph here, since the functions are ordinary Python.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from axon_ps.parallel.chunks import Exchange, Shards, all_reduce, counts_of, exc
 
 
 def copy_to_group(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Return the replicated tensor as it is; its gradient is the sum of all ranks' gradients."""
+    """Return the replicated tensor as it is. Its gradient is the sum of all ranks' gradients."""
     return _paired(x, group, lambda x: x.view_as(x), lambda grad: all_reduce(grad, group))
 
 
 def reduce_from_group(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Return the sum of all ranks' tensors, on every rank; the gradient goes to each as it is."""
+    """Return the sum of all ranks' tensors, on every rank. Its gradient is passed to each tensor as it is."""
     return _paired(x, group, lambda x: all_reduce(x, group), lambda grad: grad)
 
 
@@ -73,7 +72,7 @@ def gather_from_group(x: torch.Tensor, group: ProcessGroup, dim: int = -1, size:
 
 
 def gather_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torch.Tensor:
-    """Return the full sequence, of which every rank has an equal shard; its gradient is reduce-scattered.
+    """Return the full sequence, of which every rank has an equal shard. Its gradient is reduce-scattered.
 
     Raises:
         Disagreement: the shards differ.
@@ -83,7 +82,7 @@ def gather_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torc
 
 
 def reduce_scatter_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torch.Tensor:
-    """Sum all ranks' tensors; each rank gets its equal shard of the sequence.
+    """Sum all ranks' tensors, and return this rank's equal shard of the sequence.
 
     Raises:
         InvalidRequest: the sequence does not divide.
@@ -94,7 +93,7 @@ def reduce_scatter_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2)
 
 
 def check_divides(x: torch.Tensor, group: ProcessGroup, dim: int) -> None:
-    """Check that a sequence has equal shards on all ranks: their size cannot be known from one shard otherwise.
+    """Check that a sequence has equal shards on all ranks. Else its size could not be computed from one shard.
 
     Raises:
         InvalidRequest: it does not divide.

@@ -13,7 +13,7 @@ move (an all-reduce is a reduce-scatter and an all-gather). The modules between 
 residuals) cost 1/n of the memory and time (Korthikanti et al. 2022). The parameters of these modules need
 `sum_gradients`.
 
-Features are divided as by `torch.chunk`; they need not divide evenly. A sequence must.
+Features are divided as by `torch.chunk`, also unevenly. A sequence must divide evenly.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ParallelLinear(TensorParallelModule):
 
     @classmethod
     def from_linear(cls: type[L], linear: nn.Linear, group: ProcessGroup | None = None, **options: Any) -> L:
-        """Shard a layer that every rank has; the parameters are copies, frozen where the layer's are.
+        """Shard a layer that every rank has. The parameters are copies, frozen where the layer's are.
 
         Args:
             linear: the same on every rank.
@@ -151,8 +151,8 @@ class ColumnParallelLinear(ParallelLinear):
         out_features: size of the full output's last dimension.
         bias: True = add one.
         group: the ranks; None = all workers of the current world.
-        gather_output: give every rank the full output; if not, its own features.
-        sequence_parallel: the input is this rank's equal shard of the sequence.
+        gather_output: True = every rank gets the full output, False = its own features.
+        sequence_parallel: True = the input is this rank's equal shard of the sequence.
         sequence_dim: the dimension of the input that is the sequence.
         device: of the parameters.
         dtype: of the parameters.
@@ -202,7 +202,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     @property
     def matrix(self) -> Matrix:
-        """This rank's rows of weight and bias, for `project`, which serves several layers of one input at once."""
+        """This rank's rows of weight and bias, for `project`."""
         return self.weight, self.bias
 
 
@@ -212,11 +212,11 @@ class RowParallelLinear(ParallelLinear):
     Args:
         in_features: size of the full input's last dimension.
         out_features: size of the output's last dimension.
-        bias: True = add one; it is replicated.
+        bias: True = add one, the same on all ranks.
         group: the ranks; None = all workers of the current world.
-        input_is_parallel: the input has this rank's features only, as a column-parallel layer gives them; if not it is
-            replicated, and each rank takes its own.
-        sequence_parallel: the output is this rank's equal shard of the sequence.
+        input_is_parallel: True = the input has this rank's features only, as from a column-parallel layer; False = it
+            is replicated, and each rank takes its own.
+        sequence_parallel: True = the output is this rank's equal shard of the sequence.
         sequence_dim: the dimension of the output that is the sequence.
         device: of the parameters.
         dtype: of the parameters.
@@ -275,9 +275,9 @@ class RowParallelLinear(ParallelLinear):
 def sum_gradients(module: nn.Module, group: ProcessGroup) -> nn.Module:
     """Sum the gradients of a replicated module that gets this rank's shard of the sequence: a norm, say.
 
-    Each gradient becomes the sum of all ranks' as soon as it is there in backward, before DDP or the optimizer sees it.
-    So the parameters stay equal. Collective over the group, in backward. Deep copies of the module lose the sum, as
-    they lose all hooks.
+    Each gradient is summed over all ranks as soon as it is there in backward, before DDP or the optimizer uses it. So
+    the parameters stay equal. Collective over the group, in backward. The sum is made by hooks, which deep copies of
+    the module do not have.
 
     Args:
         module: the same on every rank.

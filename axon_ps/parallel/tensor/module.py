@@ -1,4 +1,4 @@
-"""`TensorParallelModule`: a module that has shards of parameters, and knows their partitions.
+"""`TensorParallelModule`: a module with shards of parameters, and their partitions.
 
 Owns: the group and the partitions. The layers build on it; `tensor.state` and `tensor.clip` read it.
 """
@@ -20,7 +20,7 @@ class TensorParallelModule(nn.Module):
     """A module whose parameters are sharded among the ranks of a group.
 
     Attributes:
-        partitions: name of one of its own parameters -> its partition; the others are replicated: they have the same
+        partitions: name of one of its own parameters -> its partition. The others are replicated: they have the same
             values and gradients on every rank.
 
     Args:
@@ -68,7 +68,7 @@ class TensorParallelModule(nn.Module):
         """Return `shard_of`, for a sharded parameter.
 
         Raises:
-            LayoutMismatch: `full` has another shape than the full parameter; the message begins with `what`.
+            LayoutMismatch: `full` has another shape than the full parameter. The message begins with `what`.
         """
         needed = self.partitions[name].full_shape(self.get_parameter(name).shape)
         if tuple(full.shape) != needed:

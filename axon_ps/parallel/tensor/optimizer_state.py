@@ -1,8 +1,8 @@
 """Optimizer state of models with tensor-parallel layers: full from the shards, and the shards from the full.
 
-A full state is keyed by parameter names, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it:
+A full state is keyed by parameter names, like that of `torch.distributed.checkpoint`'s `get_optimizer_state_dict`:
 {"state": {name: {"exp_avg": ..., ...}}, "param_groups": [{"params": [names], "lr": ..., ...}]}. Values of the shape of
-their parameter are sharded like it; all others (counts of steps) are the same on every rank.
+their parameter are sharded like it. All others (counts of steps) are the same on every rank.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def load_full_optimizer_state_dict(
     Args:
         module: the model whose parameters it has.
         optimizer: has as many parameter groups as the saved one, of the same parameters in any order.
-        state: as `full_optimizer_state_dict` gives it, at any size of the groups.
+        state: as `full_optimizer_state_dict` returns it, at any size of the groups.
 
     Raises:
         InvalidRequest: the optimizer has a parameter that the model does not have.
-        LayoutMismatch: the state is of other parameters. Nothing was loaded.
+        LayoutMismatch: the state is of other parameters, or of other shapes. Nothing was loaded.
     """
     sharded = sharded_parameters(module)
     names = _names(module, optimizer)
@@ -72,7 +72,7 @@ def load_full_optimizer_state_dict(
             if full in sharded and isinstance(value, torch.Tensor) and value.dim():
                 layer, name = sharded[full]
                 value = layer.checked_shard_of(name, value, f"{key} of {full!r}")
-            # The optimizer gets a copy: else it would go on working in the memory of the given state.
+            # The optimizer gets a copy, since it updates its state in place.
             loaded[index][key] = value.clone() if isinstance(value, torch.Tensor) else value
     new_groups = [{**theirs, "params": ours["params"]} for ours, theirs in zip(groups, given, strict=True)]
     optimizer.load_state_dict({"state": loaded, "param_groups": new_groups})

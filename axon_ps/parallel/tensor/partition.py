@@ -2,7 +2,7 @@
 
 Invariants:
 - Shards are those of `torch.chunk`, which are DTensor's too: all but the last ranks have ceil(size / n), the last ones
-  less or nothing. A step waits for the largest shard, which is as small as in any other division.
+  less or nothing. The largest shard, which determines the time of a step, is as small as in any other division.
 - A drawn shard has the values of the full matrix there, for any number of ranks. Drawing it leaves the generator in the
   state in which drawing the full matrix would have left it.
 """
@@ -68,10 +68,10 @@ def draw_uniform_(
 
     All of it is drawn on the host, some rows at a time (at most 4 MiB in f32, and no less than one row), and everything
     but the shard is dropped. Order and generator are those of `torch.nn.init.uniform_`, so the shard has the values
-    that would be drawn there. A rank spends the time of drawing the full matrix.
+    that would be drawn there. It takes the time of drawing the full matrix.
 
     Args:
-        shard: [rows] or [rows, columns], of any device; nothing is drawn for the meta device.
+        shard: [rows] or [rows, columns], of any device. Nothing is drawn for the meta device.
         bound: 0 = zeros, and nothing is drawn.
         partition: the shard's partition; None = it is the full tensor.
         generator: a host generator; None = torch's default one, which must be in the same state on all ranks.

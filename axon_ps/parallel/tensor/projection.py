@@ -1,13 +1,12 @@
 """`project`: the products of one input with sharded matrices, and their backward, which exchanges while it computes.
 
 Owns: one autograd function from a replicated tensor (or a shard of a sequence) to sharded features:
-`copy_to_group` or `gather_sequence` and then `functional.linear`, with three things that autograd cannot find out:
+`copy_to_group` or `gather_sequence` and then `functional.linear`. It adds three optimizations:
 
-- the input's gradient is summed over the ranks while the weights' gradients are computed (of host memory; see
-  `_begun`);
-- of a sequence only this rank's shard is saved for backward, and gathered again there while the input's gradient is
-  computed (Korthikanti et al. 2022, section 4.2.2): that stores 1/n of the bytes, and moves one all-gather more;
-- several matrices of one input (queries, keys, values) share one exchange.
+- In host memory the input's gradient is summed over the ranks while the weights' gradients are computed (see `_begun`).
+- Of a sequence only this rank's shard is saved for backward, 1/n of the bytes. It is gathered once more there, while
+  the input's gradient is computed (Korthikanti et al. 2022, section 4.2.2).
+- Several matrices of one input (queries, keys, values) share one exchange.
 
 After an error: as for `tensor.functions`.
 """
@@ -30,7 +29,7 @@ Matrix = tuple[torch.Tensor, torch.Tensor | None]
 """A weight [out, in] and a bias [out]."""
 
 Wait = Callable[[], torch.Tensor]
-"""The rest of a collective that has begun: it returns the result when it is there."""
+"""A function that blocks until a collective that has begun is done, and returns its result."""
 
 
 def project(
@@ -68,7 +67,7 @@ class _Project(torch.autograd.Function):
         weights, biases = matrices[::2], matrices[1::2]
         ctx.group, ctx.dim, ctx.dtype = group, dim, x.dtype
         if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # as `linear` would, but before it travels
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as `linear` casts it, but before it is sent
         ctx.save_for_backward(x, *weights)
         full = x if dim is None else _gather(x, group, dim)()
         return tuple(functional.linear(full, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
@@ -108,7 +107,7 @@ def _as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _begun(call: Callable[..., Any], x: torch.Tensor) -> Wait:
-    """Begin a collective of a tensor; it goes on in the background if that is host memory.
+    """Begin a collective of a tensor. It goes on in the background if the tensor is in host memory.
 
     On a device it would be put behind the kernels of this stream in any case. Threads could order the collectives
     of several groups on one stream differently on each rank, and NCCL would deadlock.

@@ -17,7 +17,7 @@ from axon_ps.parallel.tensor.module import TensorParallelModule
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, tuple[TensorParallelModule, str]]:
-    """Return, by its name in `module`, the layer that has each sharded parameter, and its name there."""
+    """Return the sharded parameters by their names in `module`, each as its layer and its name in the layer."""
     return {
         f"{prefix}.{name}" if prefix else name: (child, name)
         for prefix, child in module.named_modules(remove_duplicate=False)
@@ -31,11 +31,11 @@ def full_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None, *
 
     Args:
         module: the model.
-        state: a state dict with the shards, under the names of `module`, as a wrapper of it gives; None = its own.
-        cpu: move full tensors to the host, one entry after the other; if not, everything stays where it is.
+        state: a state dict with the shards, under the names of `module`, as of a wrapper of it; None = its own.
+        cpu: True = move full tensors to the host, one entry after the other; False = leave them on their device.
 
     Returns:
-        Name -> tensor, in the order of the state dict; tensors that are not sharded share the module's memory, unless
+        Name -> tensor, in the order of the state dict. Tensors that are not sharded share the module's memory, unless
         they are moved.
 
     After an error: the module is as it was.
@@ -54,7 +54,7 @@ def local_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, A
     """Return this rank's shard of a full state dict, for the `load_state_dict` of the model or of a wrapper of it.
 
     Args:
-        module: the model; knows which entries are sharded.
+        module: the model.
         state: the full state dict, under the names of `module`.
 
     Raises:
@@ -72,11 +72,11 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict:
 
     Args:
         module: the model.
-        state: as `full_state_dict` gives it, at any size of the group.
+        state: as `full_state_dict` returns it, at any size of the group.
         strict: refuse missing and unknown names, as `load_state_dict` does.
 
     Raises:
-        LayoutMismatch: a tensor that is sharded has another shape than the model's; nothing was loaded.
+        LayoutMismatch: a tensor that is sharded has another shape than the model's. Nothing was loaded.
         RuntimeError: as `load_state_dict` raises it.
     """
     module.load_state_dict(local_state_dict(module, state), strict=strict)

@@ -1,1 +1,1 @@
-"""`torchrun --rdzv-backend=axon`: torchrun's agents meet at the job's coordinator, so any of them may die."""
+"""`torchrun --rdzv-backend=axon`: a rendezvous of torchrun's agents at the job's coordinator."""

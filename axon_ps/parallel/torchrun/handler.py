@@ -1,13 +1,13 @@
 """`torchrun --rdzv-backend=axon`: torch's own rendezvous, with its state and its store at the job's coordinator.
 
-torch's handler decides which agents take part in a round (`DynamicRendezvousHandler`). This module stores its state,
-and gives the workers the coordinator's address, so they join the job there.
+The agents that take part in a round are chosen by torch's `DynamicRendezvousHandler`. This module stores its state. It
+also sets the coordinator's address for the workers, so they join the job there.
 
 Note: [Whose death matters]
     With torch's c10d backend the state is at one agent, and all others end with it. Here it is at the coordinator,
     which may have standbys. If an agent is silent for `keep_alive_interval` * `keep_alive_max_attempt` seconds, the
     others take it out of the state. They begin a new round as soon as their workers fail. In every round the agent of
-    rank 0 serves the workers' store anew: torch would give the others the address of the dead one.
+    rank 0 serves the workers' store anew. Otherwise torch would give the workers the address of the dead agent's store.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ VARIABLES = {
     "tls_key": "AXON_PS_TLS_KEY",
     "tls_dir": "AXON_PS_TLS_DIR",
 }
-"""Keys of --rdzv-conf that stand for a variable; the workers get the variable."""
+"""Keys of --rdzv-conf, each with the environment variable that it sets for the workers."""
 
 SECONDS = {
     "join_timeout": 600,
@@ -63,7 +63,7 @@ SECONDS = {
 ATTEMPTS = "keep_alive_max_attempt"
 _OF_TORCHRUN = ("timeout", "rank")
 _MAX_PER_S = 32
-"""Most agents that report each second: all of them change one value."""
+"""Most agents that report each second. The limit is needed because all of them change one value."""
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class CoordinatorBackend(RendezvousBackend):
         return (from_json(stored), stored) if stored else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Store a state if the bytes stored equal `token`, or are absent without one.
+        """Store a state if the stored bytes equal `token`; without a token, if none are stored.
 
         Returns:
             The state and bytes stored then, and True if they were replaced; None if nothing is stored.
@@ -133,7 +133,7 @@ class AxonRendezvousHandler(DynamicRendezvousHandler):
             ) from None
 
     def shutdown(self) -> bool:
-        """Close the rendezvous, and the connection to the coordinator; return True if the first succeeded."""
+        """Close the rendezvous, and the connection to the coordinator; return True if the rendezvous was closed."""
         try:
             return super().shutdown()
         finally:
@@ -141,10 +141,10 @@ class AxonRendezvousHandler(DynamicRendezvousHandler):
 
 
 def create(parameters: RendezvousParameters) -> AxonRendezvousHandler:
-    """Make the handler of an agent, connected to the coordinator; set the environment that its workers inherit.
+    """Make the handler of an agent, connected to the coordinator, and set the environment that its workers inherit.
 
     Raises:
-        ConfigurationError: an option or a variable is wrong; the message names it.
+        ConfigurationError: an option or a variable is wrong. The message names it.
         RendezvousConnectionError: the coordinator cannot be reached, or refuses us.
     """
     conf = parameters.config
@@ -185,7 +185,7 @@ def _number(parameters: RendezvousParameters, name: str, default: int) -> int:
     """Return a number of --rdzv-conf.
 
     Raises:
-        ConfigurationError: it is not a number, or less than 1.
+        ConfigurationError: it is not a whole number, or less than 1.
     """
     given = parameters.config.get(name, default)
     try:
@@ -198,7 +198,7 @@ def _number(parameters: RendezvousParameters, name: str, default: int) -> int:
 
 
 def _await_coordinator(keys: OperatorKeys, address: str) -> None:
-    """Return when the coordinator answers, and accepts us."""
+    """Block until the coordinator answers, and accepts us."""
     try:
         with reminding(_logger, lambda: f"torchrun is waiting for the coordinator at {address}"):
             _calling(lambda: keys.kv_get("torchrun"))

@@ -1,7 +1,7 @@
-"""The state of torch's rendezvous as JSON: torch hands it over pickled, and a pickle from elsewhere may do anything.
+"""The state of torch's rendezvous as JSON. torch passes it pickled, and a pickle from elsewhere may run any code.
 
 Pure. Invariant: bytes that are unpickled were pickled by this process. Bytes from elsewhere are parsed as JSON, and
-become the few types that torch's state is made of; anything else is an error.
+become the few types that torch's state is made of. Anything else is an error.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Note: [An authority without a file]
     role, at any address: a worker's certificate is never accepted as a shard server's. Its common name is an id of the
     process, which does not change when the certificate is made again: revoking the id revokes all of them.
 
-The curve is P-256, the most common one of those that BoringSSL, which gRPC uses, verifies by default.
+The curve is P-256. It is the most common curve that gRPC's BoringSSL verifies by default.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from axon_ps.rpc.auth.identity import ANY_SERVICE, SERVICES, Identity, server_na
 from axon_ps.rpc.auth.tokens import check_strong, derived_key
 
 MAKES_ITSELF: Final = "holds the job's secret"
-"""The organizational unit in a certificate that its process issued itself, so that it can do so again."""
+"""The organizational unit in a certificate that a process has issued to itself: it can issue another one."""
 
 CLOCKS_S: Final = 300
 """A certificate is valid from this many seconds before it was made, since clocks differ."""
@@ -52,7 +52,7 @@ _USAGE: Final = {
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate and its private key, as PEM; the key is in no repr.
+    """A certificate and its private key, as PEM; the repr does not contain the key.
 
     Attributes:
         chain: the certificate.

@@ -27,7 +27,7 @@ LIFETIME_S: Final = 86400.0
 """Seconds that a certificate of the job's authority is valid."""
 
 RENEWED_AFTER: Final = 2 / 3
-"""The fraction of that after which it is made again."""
+"""The fraction of a certificate's lifetime after which it is made again."""
 
 _logger = logging.getLogger(__name__)
 

@@ -153,7 +153,7 @@ def stream_end() -> StreamEnd | None:
 
 
 class Revocations:
-    """The names that are revoked, and the calls under way of callers that may be revoked. One event loop."""
+    """The names that are revoked, and the calls under way of callers that may be revoked. For one event loop."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}

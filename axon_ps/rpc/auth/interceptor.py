@@ -7,10 +7,10 @@ Note: [Credentials before bytes]
     is refused.
 
 Note: [What an aborted call leaves]
-    gRPC keeps the `AbortError` of a call with the call, and an error keeps the frames that it has passed: the request,
-    its bytes, and gRPC's call with its received data. They form a cycle that only the garbage collector finds, which a
-    service runs rarely (`host.malloc`). *Measured*: 1,537 puts of 1 MiB that were refused left 2.1 GiB. So an error
-    that leaves this module keeps no frame.
+    gRPC stores the `AbortError` of a call with the call. An error refers to the frames that it has passed: the request,
+    its bytes, and gRPC's call with its received data. They form a cycle that only the garbage collector finds. A
+    service runs the collector rarely (`host.malloc`). *Measured* with refused puts of 1 MiB: 1,537 puts left 2.1 GiB.
+    So an error that leaves this module refers to no frame.
 """
 
 from __future__ import annotations

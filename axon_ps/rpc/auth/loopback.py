@@ -1,4 +1,4 @@
-"""Addresses that only this machine can reach, and only processes that know the job's token."""
+"""Addresses that only this machine can reach, and services that only processes of one user can call."""
 
 from __future__ import annotations
 

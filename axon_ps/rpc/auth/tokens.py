@@ -3,7 +3,7 @@
 A process with the secret has every role, and can make tokens and certificates. A token of a role names the job (`aud`),
 the role (`sub`), optionally the rank, and its end (`exp`). It is revoked by its id (`jti`). It is signed by a key that
 is derived from the secret. With a token, or a certificate, an attacker can test guesses of the secret offline. So
-neither is made from a short secret; a random one cannot be found.
+neither is made from a short secret. A long random secret cannot be guessed.
 
 PyJWT is imported when the first such token is used.
 """
@@ -24,7 +24,7 @@ from axon_ps.rpc.auth.identity import MAX_RANK, Identity, role_of
 
 SECRET_BYTES: Final = 24
 MIN_SECRET_CHARS: Final = 22
-"""Characters of 128 random bits in base64; they are 32 hex digits."""
+"""Characters of 128 random bits in base64. In hex the same bits have 32 digits."""
 
 MIN_DISTINCT_CHARS: Final = 8
 """A secret with fewer different characters is not random."""

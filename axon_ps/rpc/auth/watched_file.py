@@ -1,9 +1,9 @@
 """Files of secrets and certificates that are replaced while a job runs: read again when they have changed.
 
 Note: [Rotation]
-    A token file may have several lines. A service accepts each of them, and proves itself by, and sends, the first. So
-    a secret can be rotated such that all processes accept each other at any time: add the new one as a second line
-    everywhere; then put it first, everywhere; then remove the old one.
+    A token file may have several lines. A service accepts each of them. It sends the first, and proves its identity by
+    that. So a secret can be rotated such that all processes accept each other at any time: add the new one as a second
+    line everywhere; then put it first, everywhere; then remove the old one.
 """
 
 from __future__ import annotations

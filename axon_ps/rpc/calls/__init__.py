@@ -1,6 +1,6 @@
-"""Calls, as clients make them and servers perform them, whatever carries their messages.
+"""Calls, as clients make them and servers perform them, over any carrier of messages.
 
-protocol   the two ends of a call, `ClientCall` and `ServerCall`, and what a client makes calls on
+protocol   the two ends of a call, `ClientCall` and `ServerCall`, and the `Carrier` of calls
 status     the end of a call: a code, a text, an error          ending   a call's end on one side: the first status
 queue      messages in one direction
 method     a servicer's method: the answer to a call, and to every error

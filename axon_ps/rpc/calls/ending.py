@@ -12,7 +12,7 @@ C = TypeVar("C")
 
 
 class Ending(Generic[C]):
-    """The status of a call: a call ends once, with the status that comes first. One event loop.
+    """The status of a call: a call ends once, with the status that comes first. For one event loop.
 
     Args:
         call: the call, for callbacks.

@@ -22,7 +22,7 @@ from axon_ps.rpc.limits import FIRST_MESSAGE_S
 from axon_ps.rpc.status import status_of
 
 CANCEL_WAIT_S: Final = 5.0
-"""Seconds that a server that stops waits for the calls that it has cancelled."""
+"""Seconds for which a stopping server waits for the calls that it has cancelled."""
 
 Behaviour = Callable[..., Awaitable[Any]]
 _logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ async def end_calls(calls: Collection[asyncio.Task[None]], grace_s: float) -> No
     """Give calls under way `grace_s` seconds, then cancel them.
 
     Args:
-        calls: those that have not ended; their owner removes each that ends meanwhile.
+        calls: those that have not ended; the caller removes each that ends meanwhile.
         grace_s: seconds that they may take.
     """
     if calls:

@@ -1,4 +1,4 @@
-"""The two ends of a call, and what a client makes calls on. See `rpc.calls` for the promises."""
+"""The two ends of a call, and the carrier on which a client makes calls. See `rpc.calls` for the promises."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class ClientCall(Protocol):
     """
 
     async def read(self, destination: Destination | None = None) -> Any:
-        """Return the server's next message, encoded; `EOF` once the call has ended: `status` says why.
+        """Return the server's next message, encoded; `EOF` once the call has ended with `status`.
 
         Args:
             destination: returns the destination of a large message, or of its end; then only the bytes before that are
-                returned. It may not be called at all.
+                returned. For a small message it is not called.
         """
 
     async def write(self, message: Message) -> None:
@@ -124,7 +124,7 @@ class Carrier(Protocol):
         Args:
             path: "/SERVICE/METHOD".
             timeout_s: seconds the entire call may take; None = no deadline.
-            metadata: what is sent with the call beside its messages.
+            metadata: key-value pairs that are sent with the call beside its messages.
 
         Raises:
             CallOver: the channel was closed.

@@ -11,10 +11,10 @@ M = TypeVar("M")
 
 
 class MessageQueue(Generic[M]):
-    """Messages in order. `close` wakes every task that waits. One event loop.
+    """Messages in order. `close` wakes every task that waits. For one event loop.
 
     Args:
-        max_bytes: `add` waits while so many bytes are queued.
+        max_bytes: a task in `add` waits while so many bytes are queued.
         size: returns the bytes of a message.
 
     Attributes:

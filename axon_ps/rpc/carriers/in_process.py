@@ -1,7 +1,8 @@
 """Calls inside one process: `channels.connect` and `server.listen` use them for hosts that end with `SUFFIX`.
 
 Clients and servers of one event loop call each other with their usual code: messages are encoded, and errors are
-statuses. It does not use gRPC's core: no sockets, no ports, no threads. A job in one process runs on it.
+statuses. gRPC's core is not used: there are no sockets, no ports and no threads. A job in one process runs on these
+calls.
 
 Owns: the servers of this process by address, and calls between them and their clients. Refuses: calls from another
 event loop, and features of a network (TLS, tokens, connections that break).
@@ -57,10 +58,10 @@ class InProcessServer:
 
     Args:
         host: ends with a result of `new_network`.
-        services: from `service.service_handler`.
+        services: handlers of `service.service_handler`.
 
     Attributes:
-        revocations: without effect, since there are no credentials.
+        revocations: is not used, since there are no credentials.
     """
 
     def __init__(self, host: str, services: Sequence[Service]) -> None:

@@ -89,7 +89,7 @@ class ArrivingVersion:
             expected: the slices that may arrive.
 
         Raises:
-            InvalidRequest: it is not of these slices, or not the next one, or malformed.
+            InvalidRequest: it is not of these slices, not the next one, not as requested, or malformed.
         """
         unit, begin, end = header.unit, header.offset, header.offset + header.numel
         number = self._number(unit, begin)

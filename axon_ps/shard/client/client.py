@@ -1,7 +1,7 @@
 """A worker's end of the shard servers: gather units, push gradients, upload first values.
 
-`ShardGroup` calls all owners of a unit at once. It copies payloads between messages and the caller's arrays once.
-Everything here runs on one event loop; every method must be called on its thread.
+`ShardGroup` calls all primaries of a unit's slices at once. It copies payloads between messages and the caller's arrays
+once. Methods must be called on the thread of one event loop, except for `buffer`, `settle`, `statistics` and `warm_up`.
 
 The rules for retries are in `shard.client.retries`.
 
@@ -79,11 +79,11 @@ class ShardGroup:
         self.mappings = Mappings(self.routes, self._retries, transfers)
 
     def probe(self, report: ConnectivityReport, context: MakeContext) -> None:
-        """Probe the servers that calls wait for, and report those that do not answer."""
+        """Probe the servers of pending calls, and report those that do not answer."""
         self._peers.probe(report, context)
 
     def for_another_model(self) -> ShardGroup:
-        """Return a client for another model over the same connections; only the first client is to be closed."""
+        """Return a client for another model over the same connections. Only the first client is to be closed."""
         other = copy.copy(self)
         other._begin(self._transfers.sharing())
         return other
@@ -94,7 +94,7 @@ class ShardGroup:
         self.forget_residuals()
 
     def set_members(self, membership: Membership, me: str = "") -> None:
-        """Set the current shard servers and this worker's id; only later calls and retries use the new addresses."""
+        """Set the current shard servers and this worker's id. Only later calls and retries use the new addresses."""
         self._peers.set_members(membership)
         self._same_host.set_members(membership, me)
         self.lines.set_members(membership)
@@ -104,7 +104,7 @@ class ShardGroup:
         self.routes.set_spec(spec)
 
     def set_placement(self, placement: Placement) -> None:
-        """Set the holders of the model's slices; retries go to the present holders."""
+        """Set the holders of the model's slices. Retries go to the present holders."""
         before = self.routes.placement
         if before is not None and before.num_cuts != placement.num_cuts:
             self._received = self._received.renewed()
@@ -112,7 +112,7 @@ class ShardGroup:
 
     @staticmethod
     def warm_up(spec: JobSpec) -> None:
-        """Compile the loops for the job's compressions. Not in the event loop's thread: it may take seconds."""
+        """Compile the loops for the job's compressions, outside of the event loop's thread: it may take seconds."""
         p = spec.precision
         for how in (p.param_compression, p.grad_compression):
             if how is not None:
@@ -121,9 +121,10 @@ class ShardGroup:
             transfers.warm_up()
 
     def settle(self, step: int, decision: Decision) -> None:
-        """Take the decision on a step; if it committed, the residuals of its gradients replace the previous ones.
+        """Take the decision on a step. If it committed, the residuals of its gradients replace the previous ones.
 
-        Residuals are of weighted gradients. If the step committed as expected, its speculative gathers are valid.
+        Residuals are multiplied by the decision's clip factor and weight, as the gradients were. If the step committed
+        as expected, its speculative gathers are valid.
 
         Args:
             step: its number in tickets.
@@ -159,14 +160,14 @@ class ShardGroup:
 
         Args:
             unit: number of the unit.
-            out: wire[n], contiguous; its type, float32, uint16 (bf16) or float16, is that on the wire.
-            min_version: the oldest version accepted; the call waits for owners that are behind.
+            out: wire[n], contiguous. Its type, float32, uint16 (bf16) or float16, is that on the wire.
+            min_version: the oldest version accepted. Servers that are behind answer once they have reached it.
             context: returns the present job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
             begin: first element.
             end: one past the last; None = the unit's end.
             compressed: if the job compresses parameters, they are sent compressed and decompressed to `out`.
-            epoch: number of restores of the job at `min_version`; owners wait until they know of it.
+            epoch: number of restores of the job at `min_version`. Servers answer once they know of it.
             span: the span of the call; counts its bytes.
 
         Returns:
@@ -174,10 +175,10 @@ class ShardGroup:
 
         Raises:
             InvalidRequest: there is no such unit, or `out` does not fit.
-            Timeout: an owner was absent, did not answer, or did not reach the version in time.
-            StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
+            Timeout: a server was absent, did not answer, or did not reach the version in time.
+            StepAborted: the job was restored meanwhile: a server holds values of a later epoch.
 
-        After an error: the content of `out` is arbitrary; nothing changed on the servers.
+        After an error: the content of `out` is arbitrary. Nothing changed on the servers.
         """
         spec, slices, transfer = await self.routes.transfer(unit, begin, end, out, context, timeout_s, span)
         if out.dtype not in transfers.DTYPE_OF:
@@ -200,7 +201,7 @@ class ShardGroup:
                 versions = await together([self._retries.call(pull, GATHERS, s, one) for s, one in calls])
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
-            min_version = max(versions)  # some owners committed in between: ask all of them for the latest version
+            min_version = max(versions)  # some servers committed in between: ask all of them for the latest version
             self._retries.count += 1
 
     def _calls(self, slices: Sequence[Slice], t: Transfer) -> list[tuple[Slice, Transfer]]:
@@ -215,7 +216,7 @@ class ShardGroup:
         return self._received
 
     def buffer(self, size_bytes: int) -> Array:
-        """Return u8[size_bytes] for gradients, in memory that servers of this host can map."""
+        """Return u8[size_bytes] for gradients, in memory that servers of this host can map, if there are any."""
         return shared_arrays.buffer(size_bytes) if self._same_host.has_servers else np.empty(size_bytes, np.uint8)
 
     async def gather_speculative(
@@ -257,7 +258,7 @@ class ShardGroup:
             Timeout: a replica did not push in time.
             Broken: a connection broke.
 
-        After an error: the content of `out` is arbitrary; nothing changed on the servers.
+        After an error: the content of `out` is arbitrary. Nothing changed on the servers.
         """
         spec, slices, transfer = await self.routes.transfer(unit, begin, end, out, context, timeout_s, span)
         how = spec.precision.param_compression
@@ -292,7 +293,7 @@ class ShardGroup:
         end: int | None = None,
         span: Span | None = None,
     ) -> None:
-        """Add this replica's gradient of elements [begin, end) of a unit to the step's sum, on every owner.
+        """Add this replica's gradient of elements [begin, end) of a unit to the step's sum, on every primary.
 
         Args:
             unit: number of the unit.
@@ -302,18 +303,18 @@ class ShardGroup:
             replica: this worker's replica.
             context: returns job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
-            begin: first element; must begin a chunk of its owner.
-            end: one past the last; must end a chunk of its owner; None = the unit's end.
+            begin: first element; must be the first of a chunk.
+            end: one past the last; must be the end of a chunk; None = the unit's end.
             span: the span of the call; counts its bytes.
 
         Raises:
             InvalidRequest: unit, replica, range or `grad` do not fit the job.
             GenerationChanged: the step is lost, and with it all that was pushed.
             StepAborted: the step ended without a commit, or its slices have moved.
-            Timeout: an owner was not reached, or a replica before this one did not push in time.
+            Timeout: a server was not reached, or a replica before this one did not push in time.
 
         After an error: the servers may have some or all of it. Pushing the same gradient again in the same step and
-        generation is harmless; pushing another one is not detected.
+        generation is harmless. A different gradient is not detected.
         """
         spec, slices, transfer = await self.routes.transfer(unit, begin, end, grad, context, timeout_s, span)
         if grad is not None and grad.dtype != spec.precision.grad.numpy:
@@ -332,21 +333,21 @@ class ShardGroup:
     async def upload(
         self, unit: int, values: Array, *, context: MakeContext, timeout_s: float | None, epoch: int = 0
     ) -> None:
-        """Store the first values of a unit on its owners.
+        """Store the first values of a unit on all holders of its slices.
 
         Args:
             unit: number of the unit.
             values: f32[unit_numel], contiguous.
             context: returns the present job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
-            epoch: number of restores of the job; owners wait until they know of it, and drop values of an older epoch.
+            epoch: number of restores of the job. Servers wait until they know of it, and drop values of an older epoch.
 
         Raises:
             InvalidRequest: there is no such unit, or `values` does not fit.
             Misuse: steps were committed already.
-            Timeout: an owner was not reached in time.
+            Timeout: a server was not reached in time.
 
-        After an error: some owners may have some or all of it; uploading again is harmless.
+        After an error: some servers may have some or all of it. Uploading again is harmless.
         """
         _, slices, transfer = await self.routes.transfer(unit, 0, None, values, context, timeout_s)
         if values.dtype != np.float32:
@@ -372,9 +373,9 @@ class ShardGroup:
         return dict(reply.values)
 
     def statistics(self) -> dict[str, float]:
-        """Return counters: payload bytes and chunks in each direction, retries, digests that did not match, and memory.
+        """Return counters: calls, payload bytes and chunks in each direction, retries, mismatched digests, and memory.
 
-        Memory is that of residuals, and of the values that differences are added to.
+        The memory is that of residuals, and of the values that differences are added to.
         """
         counters = {
             **self._transfers.counters,
@@ -386,7 +387,7 @@ class ShardGroup:
         return {name: float(value) for name, value in sorted(counters.items())}
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail. May be repeated."""
+        """Close every connection. Calls under way fail. A repeated call is harmless."""
         self._same_host.close()
         await self._peers.close()
 

@@ -1,14 +1,14 @@
 """The lines from a worker to the shard servers: the bytes in flight that fill them, and the order of transfers.
 
 Data requested only when it is needed arrives a round trip later, and the line is idle meanwhile. The line is busy if
-the bytes in flight are at least the product of its rate and the round trip (RFC 7323, section 1.1). The rate is that of
-the median of the last windows. The best window may contain bytes that had waited in the kernel while this process did
-something else. The measured rate is below the line's while too little is in flight, so more is requested: the next
+the bytes in flight are at least the product of its rate and the round trip (RFC 7323, section 1.1). The rate is the
+median of the last windows' rates. The fastest window may contain bytes that had waited in the kernel while this process
+did something else. The measured rate is below the line's while too little is in flight, so more is requested: the next
 windows measure more, up to the line's rate. Twice the product, as in BBR
 (https://datatracker.ietf.org/doc/draft-ietf-ccwg-bbr/, "cwnd_gain"), needs BBR's pacing: without it a full product, and
-a unit, wait in the queue before the line. So the bytes in flight are twice the product while the second one waits there
-for at most `QUEUE_S`, and 1.5 times the product on longer lines. This was measured with 500 Mbit/s and 100 ms, and a
-queue of 0.2 s:
+a unit, are in the queue before the line. So the bytes in flight are twice the product if the round trip is at most
+`QUEUE_S`. On longer lines the excess is what the line carries in `QUEUE_S`, or half of the product if that is more.
+This was measured with 500 Mbit/s and 100 ms. The queue held 0.2 s:
 
     in flight              median step over the bound    the queue
     twice the product      1.11 to 1.87                  full in every second or third step
@@ -17,8 +17,8 @@ queue of 0.2 s:
 A step with losses took twice as long.
 
 More in flight than that would do harm. Transfers that share a line all end late, also the first one needed, and then
-the line is idle for a round trip. So on a long line transfers begin in order, each once the rest of those before it no
-longer fills the line. The same holds for speculative gathers that share a network card with pushes
+the line is idle for a round trip. So on a long line transfers begin in order. Each begins once the bytes left of those
+before it no longer fill the line. The same holds for speculative gathers that share a network card with pushes
 (`server_lines.IN_ORDER_BYTES`).
 """
 
@@ -34,10 +34,10 @@ from collections.abc import AsyncIterator, Callable
 
 WINDOW_S = 0.3
 SHORT_RTT_S = 0.002
-"""Longest round trip of a near line: fewer bytes arrive in it than a unit that is worth a message."""
+"""Longest round trip of a near line, in seconds."""
 _WINDOWS = 9
 QUEUE_S = 0.05
-"""The longest queue before a line, in seconds; those of routers hold 0.1 s and more."""
+"""The longest queue before a line, in seconds. The queues of routers hold 0.1 s and more."""
 
 
 def filling_s(rtt_s: float) -> float:
@@ -46,7 +46,7 @@ def filling_s(rtt_s: float) -> float:
 
 
 class Rate:
-    """The speed at which gathers arrive. One thread; `in_flight_bytes` may be called by others."""
+    """The speed at which gathers arrive. One thread, but `in_flight_bytes` may be called in any."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=_WINDOWS)  # bytes a second
@@ -107,7 +107,7 @@ class Permits:
     async def request(self, size_bytes: int, most_bytes: float, order: int = 0) -> AsyncIterator[Permit]:
         """Wait until at most `most_bytes` of other transfers are in flight; infinite = at once.
 
-        The next of the waiting transfers is the first with the least `order`.
+        The next transfer to begin is the first with the least `order`.
         """
         begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (order, next(self._count), size_bytes, most_bytes, begins))

@@ -12,7 +12,7 @@ from axon_ps.types import Array, DType
 
 
 class Mappings:
-    """The mappings of one model. One event loop.
+    """The mappings of one model. It runs on one event loop.
 
     Args:
         routes: to the servers that hold the model.
@@ -59,8 +59,8 @@ class Mappings:
 
         Raises:
             InvalidRequest: there is no such unit.
-            Timeout: its owner was absent, did not answer, or did not reach the version in time.
-            StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
+            Timeout: its server was absent, did not answer, or did not reach the version in time.
+            StepAborted: the job was restored meanwhile: the server holds values of a later epoch.
         """
         spec, slices, transfer = await self._routes.transfer(unit, 0, None, None, context, timeout_s, span)
         precision = spec.precision

@@ -1,14 +1,14 @@
-"""This worker's values of parameters that are sent as differences; the next differences are added to them. Pure.
+"""This worker's values of parameters that are sent as differences. The next differences are added to them. Pure.
 
     shape legend: unit_numel = elements of a unit, c = numel of one chunk
 
 See `shard.core.differences`, Note: [Parameters as differences].
 
 Owns: a copy of each unit, f32[unit_numel], of which only gathered chunks take host memory; the version of each chunk;
-and differences of an undecided step. Refuses: to send or to wait.
+and differences of an undecided step. Refuses: sending and waiting.
 
 Invariant: a known chunk holds the bits that the servers had at its version, as far as its digest can tell. A chunk that
-is being overwritten is not known. One event loop, except `settle` and `nbytes`.
+is being overwritten is not known. It runs on one event loop, except `settle` and `nbytes`.
 
 Note: [Differences of an undecided step]
     A speculative gather does not change the copy, since the step may end in another way. Its payloads are retained, and
@@ -33,7 +33,7 @@ from axon_ps.wire.v1 import common_pb2
 _logger = logging.getLogger(__name__)
 
 _REMEMBERED_STEPS = 16
-"""Decided steps whose retained differences can still be added. Usually the unit is gathered in the next step."""
+"""Number of decided steps whose retained differences can be added. A unit is usually gathered in the next step."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Received:
         return sum(4 * (chunk.end - begin) for begin, chunk in chunks) + sum(r.payload.nbytes for r in retained)
 
     def renewed(self) -> Received:
-        """Return an empty replacement, after parameters were replaced; gathers under way go on with this one."""
+        """Return an empty replacement, after parameters were replaced. Gathers under way go on with this one."""
         return Received(self.mismatches)
 
     def settle(self, step: int, hyper: tuple[Hyper, ...] | None) -> None:
@@ -125,7 +125,7 @@ class Received:
     def current(self, unit: int, begin: int, end: int, epoch: int, min_version: int) -> int | None:
         """Return the version of elements [begin, end), if a gather can use it; None if they must be requested.
 
-        They are checked before they are used again.
+        Their digests are compared first.
 
         Args:
             unit, begin, end: as for `version`.
@@ -149,7 +149,7 @@ class Received:
         return False
 
     def values(self, unit: int, begin: int, end: int) -> Array:
-        """Return elements of an open unit, f32[end - begin]; those of unknown chunks are arbitrary."""
+        """Return elements of an open unit, f32[end - begin]. Those of unknown chunks are arbitrary."""
         return self._arrays[unit][begin:end]
 
     def find(self, unit: int, begin: int, end: int) -> _Chunk | None:
@@ -170,7 +170,7 @@ class Received:
         """Add a difference to a chunk at its base; returns False, and forgets the chunk, if the sum does not match.
 
         Raises:
-            InvalidRequest: it is not a difference; nothing is changed.
+            InvalidRequest: it is not a difference. Nothing is changed.
         """
         begin, end = header.offset, header.offset + header.numel
         compressor.accumulate(payload, self.values(unit, begin, end))
@@ -206,7 +206,7 @@ class Received:
         See Note: [Differences of an undecided step].
 
         Raises:
-            InvalidRequest: it is not a difference; nothing is changed.
+            InvalidRequest: it is not a difference. Nothing is changed.
         """
         begin, end = header.offset, header.offset + header.numel
         values = self.values(unit, begin, end).copy()
@@ -282,10 +282,10 @@ class Gathering:
         step: speculative: the step.
         expected: speculative: the hyperparameters that it is expected to commit with; empty = not speculative.
         since: the version that differences can be added to; None = all values must be sent.
-        refused: whether a message could not be added; its chunk was forgotten, and must be gathered again.
+        refused: whether a message could not be added. Its chunk was forgotten, and must be gathered again.
 
     Raises:
-        StepAborted: speculative, and there are no values that differences could be added to.
+        StepAborted: it is speculative, and there are no values that differences could be added to.
     """
 
     received: Received
@@ -321,12 +321,12 @@ class Gathering:
         return version
 
     def take(self, header: common_pb2.Chunk, payload: memoryview) -> None:
-        """Take a message; its range must have been checked.
+        """Take a message. Its range must have been checked.
 
         Raises:
-            InvalidRequest: it was not requested; the known values stay.
+            InvalidRequest: it was not requested. The known values stay.
             Broken: its values differ from those sent.
-            StepAborted: speculative, and it cannot be added to the known values.
+            StepAborted: the gather is speculative, and the message cannot be added to the known values.
         """
         unit, begin, end = self.s.unit, header.offset, header.offset + header.numel
         self._check(header)

@@ -1,9 +1,9 @@
 """Calls to a shard server that are attempted until they succeed or their deadline passes.
 
 A gather or an upload may be repeated without harm, so it is attempted again from its start after a broken connection or
-a change of the generation. A push belongs to one generation. After a broken connection it is resumed at the element
-that the server replies; a change of the generation is left to the caller, since the step is lost. Every attempt goes to
-the present holder of the slice, so a gather whose server died is finished by another server.
+a change of the generation. A push belongs to one generation. After a broken connection it is resumed at the first
+element that the server lacks. A change of the generation is left to the caller, since the step is lost. Every attempt
+goes to the present holder of the slice, so a gather whose server died is finished by another server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from axon_ps.sharding.plan import Slice
 
 T = TypeVar("T")
 GATHERS, PUSHES = 0, 1
-"""Connections to a server."""
+"""Indexes of the connections to a server."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
@@ -56,9 +56,9 @@ class Retries:
     ) -> T:
         """Attempt a call until it succeeds.
 
-        A call raises `Closed` if the server has a new address and its old connection was closed. A call that failed for
-        another reason than a new generation or placement may have failed because one side cannot read the other's
-        memory any more. The next attempt sends everything through the socket.
+        An attempt raises `Closed` if the server has a new address and its old connection was closed. An attempt that
+        failed for another reason than a new generation or placement may have failed because one side cannot read the
+        other's memory any more. So everything is then sent through the socket.
 
         Args:
             do: the function that makes one attempt.

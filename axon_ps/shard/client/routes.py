@@ -1,4 +1,4 @@
-"""The servers that hold the slices of one model, as its newest placement says, and transfers to them."""
+"""The servers that hold the slices of one model, by its newest placement, and transfers to them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from axon_ps.wire.v1 import common_pb2
 
 
 class Routes:
-    """The layout and the placement of a model. One event loop, except for `holder` and `is_near`.
+    """The layout and the placement of a model. It runs on one event loop, except for `holder` and `is_near`.
 
     Args:
-        peers: the servers; calls that wait for them are woken when layout or placement has changed.
+        peers: the servers. Waiting callers are woken when layout or placement has changed.
         same_host: the servers that memory is shared with.
 
     Attributes:
@@ -44,7 +44,7 @@ class Routes:
         self._peers.wake()
 
     def set_placement(self, placement: Placement) -> None:
-        """Set the holders of slices; retries go to the present holders."""
+        """Set the holders of slices. Retries go to the present holders."""
         self.placement = placement
         self._held.clear()
         self._peers.wake()
@@ -64,7 +64,7 @@ class Routes:
     def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
         """Return True if elements [begin, end) are known to be uncompressed, in memory shared with their servers.
 
-        Any thread.
+        Any thread may call it.
         """
         spec, placement = self.spec, self.placement
         if spec is None or placement is None or spec.precision.param_compression is not None:
@@ -120,8 +120,8 @@ class Routes:
         return spec, [s for s in plan.slices[unit] if s.begin < end and s.end > begin], transfer
 
     def _context(self, context: MakeContext, span: Span | None) -> common_pb2.CallContext:
-        """Return the context of a call: caller, span, placement. A server with an older placement first waits for
-        it."""
+        """Return the context of a call: caller, span, placement. A server with an older placement first waits for this
+        one."""
         made = context()
         if span is not None:
             made.traceparent = span.context.traceparent

@@ -29,9 +29,9 @@ MAX_CONNECTIONS = 8
 IN_ORDER_BYTES = 1 << 20
 """Bytes left of a speculative gather when the next one begins, if the workers and servers are on the same two hosts.
 
-Such gathers go one at a time, the first units first. Data that a host's servers send goes through the network card that
-the host's own pushes wait for, and a step ends with its pushes. The next forward needs the first units first, which
-were pushed last. *Measured* at 500 Mbit/s, seconds a step:
+Such gathers go one at a time, the first units first. The data that a host's servers send delays the host's own pushes
+on its network card, and a step ends with its pushes. The next forward needs the first units first, which were pushed
+last. *Measured* at 500 Mbit/s, seconds a step:
 
     two hosts                 in order    at once
     HYBRID_SHARD, f32         1.20        1.32
@@ -39,13 +39,13 @@ were pushed last. *Measured* at 500 Mbit/s, seconds a step:
     SHARD_GRAD_OP, f32        1.15        1.20
     SHARD_GRAD_OP, bf16       0.57        0.61
 
-With four hosts a unit waits for three others' pushes, and so do the units behind it: 1.97 instead of 1.92. Servers with
-their own network cards send meanwhile: 1.90 instead of 1.47.
+With four hosts, order costs time, since a unit is not complete before the pushes of three other hosts: 1.97 instead of
+1.92. It also does if servers have their own network cards: 1.90 instead of 1.47.
 """
 
 
 class ServerLines:
-    """The transfers of all models on the lines. One event loop.
+    """The transfers of all models on the lines. It runs on one event loop.
 
     Args:
         peers: the servers, with their round trips.
@@ -93,7 +93,8 @@ class ServerLines:
     def speculative(self, size_bytes: int, unit: int) -> AbstractAsyncContextManager[Permit | None]:
         """Return the permit of a speculative gather of a unit, if they go in order; see `IN_ORDER_BYTES`.
 
-        Otherwise there is none: it may wait for another worker, which must not wait for calls behind it.
+        Otherwise there is none, since the gather may take until another worker has pushed, and calls behind it would be
+        held up.
         """
         in_order = self._two_hosts and not self._are_long
         return self._gathers.request(size_bytes, IN_ORDER_BYTES, unit) if in_order else nullcontext()

@@ -67,7 +67,7 @@ class ModelSubscriber:
         security: TLS and token.
         dtype: dtype of the values; None = the job's wire dtype, or f32 if parameters are compressed.
         changes: whether servers send only the changed elements if these are few.
-        connect_timeout_s: seconds that a pull waits for the first answer of a coordinator; None = as long as for a
+        connect_timeout_s: seconds after which a pull fails if no coordinator has answered; None = as long as for a
             version.
 
     Attributes:
@@ -99,7 +99,7 @@ class ModelSubscriber:
         self._connections: dict[int, _Connection] = {}
 
     async def close(self) -> None:
-        """Close every connection. May be repeated."""
+        """Close every connection. A repeated call is harmless."""
         for rank in list(self._connections):
             await self._disconnect(rank)
 
@@ -113,7 +113,7 @@ class ModelSubscriber:
             exactly: whether only `min_version` itself is accepted.
 
         Raises:
-            Timeout: there was no version in time; the message has the last reason.
+            Timeout: there was no version in time. The message has the last reason.
             Unreachable: no coordinator has ever answered at the address.
             InvalidRequest: `exactly` is set, and the version is not there any more.
             PermissionDenied: wrong token or job.
@@ -156,7 +156,7 @@ class ModelSubscriber:
     async def _attempt(
         self, attempt: ArrivingVersion | None, min_version: int, multiple_of: int, *, exactly: bool
     ) -> ArrivingVersion:
-        """Pull the missing slices of a version, or all of another version; it is complete on return.
+        """Pull the missing slices of a version, or all of another version. It is complete on return.
 
         Raises:
             _Incomplete: slices are still missing.
@@ -190,7 +190,7 @@ class ModelSubscriber:
         return isinstance(error, (PermissionDenied, Misuse)) and not isinstance(error, Closed)
 
     async def _incomplete(self, attempt: ArrivingVersion | None, error: BaseException) -> _Incomplete:
-        """Return the error to raise after a failed attempt; the next attempt begins by looking up the placement."""
+        """Return the error to raise after a failed attempt. The next attempt begins by looking up the placement."""
         self._model = None
         if attempt is None:  # a server may still be waiting for a version
             await self.close()
@@ -240,7 +240,7 @@ class ModelSubscriber:
         return ArrivingVersion(self._model.spec, self._model.placement.num_cuts, self._dtype, *chosen, base)
 
     async def _resume(self, owners: dict[int, list[int]], attempt: ArrivingVersion) -> None:
-        """Reserve the version at the servers that now own the missing slices.
+        """Reserve the version at the present primaries of the missing slices.
 
         Raises:
             _Gone: one does not have it any more.
@@ -336,7 +336,7 @@ class _Gone(Exception):
 
 
 class _Incomplete(Exception):
-    """Slices of a version are missing; another attempt may get them."""
+    """Slices of a version are missing. Another attempt may get them."""
 
     def __init__(self, attempt: ArrivingVersion | None, reason: str) -> None:
         super().__init__(reason)

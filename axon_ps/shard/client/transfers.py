@@ -1,6 +1,6 @@
 """Transfers between a worker and one shard server: pull a range, push a gradient, store first values.
 
-Payloads are copied once, between the message and the caller's array. Retries are `client`'s.
+Payloads are copied once, between the message and the caller's array. Calls are retried in `shard.client.retries`.
 
 Streams are pooled (`rpc.stream_pool`): ten units on four servers use eighty of them a step. A gather is over when
 its last chunk has arrived, a push or an upload with the reply. These are the measured seconds of a step with four
@@ -90,7 +90,7 @@ class Transfer:
         replica: gradients: number of the replica.
         one_version: gathers: whether all chunks must be of one version.
         expected: speculative gathers: per parameter group, the hyperparameters that `step` is expected to commit with.
-        compressor: compressor of chunks; None = they are not compressed. With a compressor `dtype` is F32; a gather may
+        compressor: compressor of chunks; None = they are not compressed. With a compressor `dtype` is F32. A gather may
             still be into any wire dtype.
         received: gathers of differences: the values received before, to which payloads are added.
         same_host: the servers that memory is shared with; None = none.
@@ -124,7 +124,7 @@ class Transfer:
     permit: Permit | None = None
 
     async def peer(self, s: Slice, stub: Stub) -> HostPeer | None:
-        """Return the server that owns a slice, if memory is shared with it and payloads may be leased."""
+        """Return the server of a slice, if memory is shared with it and payloads may be leased; else None."""
         if self.same_host is None or self.socket_only or self.compressor is not None:
             return None
         return await self.same_host.access(s.server, stub, self.context)
@@ -153,7 +153,7 @@ class Transfer:
         """Return the gather of the part in a slice, if parameters are sent as differences; else None.
 
         Raises:
-            StepAborted: speculative, and there is nothing that differences could be added to.
+            StepAborted: it is speculative, and there is nothing that differences could be added to.
         """
         if self.received is None or self.compressor is None or self.array is None:
             return None

@@ -1,7 +1,7 @@
 """The sum of a gradient for one slice: its memory, and the replicas added to each chunk. Pure.
 
-A slice has one accumulator if all replicas step together, and one per replica if they step asynchronously. The engine
-decides the order of additions.
+A slice has one accumulator if all replicas step together, and one per replica if they step asynchronously. The order of
+additions is the engine's.
 
 Invariant: `summed[i]` is the number of replicas added to chunk i, in replica order. Replica r may be added exactly when
 `summed[i] == r` (asynchronous: when it is 0).
@@ -27,7 +27,7 @@ from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array
 
 Allocate = Callable[[int], Array]
-"""f32[numel] of zeros."""
+"""Returns f32[numel] of zeros."""
 
 
 def _allocate(numel: int) -> Array:
@@ -50,7 +50,7 @@ class Accumulator:
         missing: chunks that lack a replica.
         queued: chunks that arrived out of order.
         digests: of the sums.
-        spoiled: whether `add` or `check` has found corrupt data; if so, this attempt cannot be committed.
+        spoiled: whether corrupt data was found. If so, this attempt cannot be committed.
         rounds: whether a complete sum is rounded to the dtype in which gradients travel; see `shard.core.slices`,
             Note: [Primary and backup].
     """
@@ -83,7 +83,7 @@ class Accumulator:
         return 0 if self._array is None else self._array.nbytes
 
     def restart(self) -> None:
-        """Discard the sum; the memory stays allocated."""
+        """Discard the sum. The memory stays allocated."""
         self.summed = [0] * self._count
         self.present = bytearray(self._count)
         self.squares = [0.0] * self._count
@@ -92,12 +92,12 @@ class Accumulator:
         self.queued.clear()
 
     def freeze(self) -> None:
-        """Restart the counters once every replica was added; `array` is the sum after `fill_absent`."""
+        """Restart the counters once every replica was added. `array` is the sum after `fill_absent`."""
         self._frozen = self.present
         self.restart()
 
     def fill_absent(self, first: int, last: int) -> None:
-        """Set the frozen sum to 0 in those of chunks [first, last) that had no gradient. Any thread."""
+        """Set the frozen sum to 0 in those of chunks [first, last) that had no gradient. Any thread may call it."""
         for index in range(first, last):
             if not self._frozen[index]:
                 self.array[self._chunks.ranges[index]] = 0
@@ -167,7 +167,7 @@ class Accumulator:
         return self.queued.put(index, order, grad, limit, borrowed=borrowed)
 
     def add_queued(self, index: int, replicas: int) -> list[Corruption]:
-        """Add the queued gradients of chunk `index` that are next in order, of `replicas` in all. Returns as `add`."""
+        """Add the queued gradients of chunk `index` that are next, of `replicas` replicas; returns what `add` does."""
         while (index, order := self.summed[index]) in self.queued:
             grad, intact = self.queued.take(index, order)
             if not intact:
@@ -203,7 +203,7 @@ class Accumulator:
             self._record(index)
 
     def check(self, indexes: Iterable[int]) -> list[Corruption]:
-        """Return the blocks of chunks that do not hold the sum; if there are any, this is `spoiled`."""
+        """Return the blocks of chunks that do not hold the sum. If there are any, this is `spoiled`."""
         if self._array is None:
             return []
         bits = self._array.view(np.uint32)
@@ -234,7 +234,7 @@ class Accumulator:
 
         Raises:
             InvalidRequest: it has the wrong length.
-            Broken: it has another digest; it does not count as taken.
+            Broken: it has another digest. It does not count as taken.
         """
         elements = self._chunks.ranges[index]
         if total is not None:
@@ -275,7 +275,7 @@ class Accumulators(list[Accumulator]):
             each.rounds = rounds
 
     def set_count(self, count: int) -> None:
-        """Hold `count` empty ones; the memory of surplus ones is freed."""
+        """Hold `count` empty ones. The memory of surplus ones is freed."""
         for each in self:
             each.restart()
         del self[count:]

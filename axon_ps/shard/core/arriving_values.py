@@ -22,7 +22,7 @@ class ArrivingValues:
         self.begin()
 
     def begin(self) -> None:
-        """Wait for all values: there are none, or they are being replaced."""
+        """Expect all values: there are none, or they are being replaced."""
         self.lacking = len(self._chunks.bounds)
         self._stored = bytearray(self.lacking)
 

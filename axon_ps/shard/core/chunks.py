@@ -25,7 +25,7 @@ class Chunks:
 
     Args:
         s: the slice, from the plan.
-        chunk_numel: elements of a chunk; the last may have fewer.
+        chunk_numel: elements of a chunk. The last may have fewer.
 
     Attributes:
         unit: the slice's unit.

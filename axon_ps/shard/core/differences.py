@@ -6,8 +6,8 @@ Note: [Parameters as differences]
     Four bits are too few for a weight, and enough for its change in a step (SDP4Bit, Jia et al., 2024,
     https://arxiv.org/abs/2410.15526). So a frame of version v is compress(values of v - `sent`), where `sent` are the
     values that a worker has at the previous version. Server and worker add the decompressed frame in the same loops, so
-    both have the same bits. The error of a frame is in the next difference. There is not any other error feedback, and
-    `sent` is within one error of the master after any number of steps. It is f32[n], as large as the residual of other
+    both have the same bits. The error of a frame is in the next difference. No other error feedback is needed, and
+    `sent` differs from the master by the error of the last frame only. It is f32[n], as large as the residual of other
     compressions.
 
     A frame names the version that it is a difference against (`base`), and has a digest of the resulting values. A
@@ -51,7 +51,7 @@ class SentValues:
         values: f32[n].
         version: version of the values; during an update, the version that the next frames are differences against.
         base: the version that the newest frames are differences against; None = they are not differences.
-        corruptions: the corrupt chunks that were found and repaired; any thread adds to it.
+        corruptions: the corrupt chunks that were found and repaired. Any thread adds to it.
     """
 
     def __init__(self, chunks: Chunks, compressor: Compressor) -> None:
@@ -76,7 +76,7 @@ class SentValues:
         self._digests[index] = _digest(sent)
 
     def record(self) -> None:
-        """Compute the digests of the present values. Any thread, while nothing else changes them."""
+        """Compute the digests of the present values. Any thread may call it while nothing else changes them."""
         self._digests = [_digest(self.values[elements]) for elements in self._chunks.ranges]
 
     def copied(self, version: int, frames: Sequence[bytes]) -> None:
@@ -90,7 +90,7 @@ class SentValues:
         self.version, self.base = version, base
 
     def frame(self, index: int, version: int, values: Array, scratch: Array) -> bytes:
-        """Make the frame of chunk `index` and add it to `sent`. Any thread; each chunk once.
+        """Make the frame of chunk `index` and add it to `sent`. Any thread may call it, once for each chunk.
 
         Args:
             index: number of the chunk.
@@ -107,7 +107,7 @@ class SentValues:
         return self._frame(index, version, self._digests[index], payload)
 
     def speculative_frame(self, index: int, version: int, values: Array, scratch: Array) -> bytes:
-        """Make the same frame as `frame`; `sent` stays as it is."""
+        """Make the same frame as `frame`. `sent` stays as it is."""
         sent = self.values[self._chunks.ranges[index]]
         after, payload = self._compressed(values, sent, scratch)
         np.copyto(after, sent)
@@ -115,7 +115,7 @@ class SentValues:
         return self._frame(index, version, _digest(after), payload)
 
     def commit(self, index: int, version: int, values: Array, frame: bytes) -> bytes:
-        """Add a frame that was made speculatively to `sent`. Any thread; each chunk once.
+        """Add a frame that was made speculatively to `sent`. Any thread may call it, once for each chunk.
 
         Args:
             index: number of the chunk.

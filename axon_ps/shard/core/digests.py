@@ -60,7 +60,7 @@ class ArrayDigests:
         self._recorded = np.zeros(len(chunks.blocks), np.uint64)
 
     def record(self, bits: Array, blocks: Iterable[int]) -> None:
-        """Compute and store the digests of blocks. Any thread; different threads must have different blocks.
+        """Compute and store the digests of blocks. Any thread may call it, each with other blocks.
 
         Args:
             bits: u32[slice_numel], the array as integers.
@@ -70,7 +70,7 @@ class ArrayDigests:
             self.record_digests((block,), (self._digest(bits, block),))
 
     def record_digests(self, blocks: Iterable[int], written: Iterable[int]) -> None:
-        """Store given digests, one for each block. Any thread, as `record`."""
+        """Store given digests, one for each block. Any thread may call it, as `record`."""
         for block, each in zip(blocks, written, strict=True):
             self._recorded[block] = each
 
@@ -82,7 +82,7 @@ class ArrayDigests:
             self.record_digests((block,), (one * (at.stop - at.start),))
 
     def check(self, bits: Array, blocks: Iterable[int]) -> Iterator[Corruption]:
-        """Yield the blocks that do not hold what was written. Arguments as for `record`."""
+        """Yield the blocks that do not hold what was written. Its arguments are those of `record`."""
         for block in blocks:
             yield from self.check_digests((block,), (self._digest(bits, block),))
 

@@ -1,23 +1,23 @@
 """The state and the decisions of a shard server: a deterministic state machine without threads, sockets or clocks.
 
-Its inputs are the job's spec and optimizer, first values, membership, gradient chunks and decisions. It tells the fate
-of each chunk (summed, duplicate, must wait), when the step is ready, the chunks to apply, and the frames to serve. The
-shell (`shard.server.shell`) does the rest: it waits, applies chunks in threads and talks to the coordinator.
+Its inputs are the job's spec and optimizer, first values, membership, gradient chunks and decisions. Its outputs are
+the fate of each chunk (`Push`), the report that a step is ready, the slices to apply, and the frames to serve. Waits,
+threads and messages to the coordinator are in the shell (`shard.server.model_shell`).
 
 Invariants:
 - The version changes by a committed decision (by one step), by a restore, or by a membership while no slice here has
   values. Every unit reaches it when its apply has finished, or at once if the unit is not changed.
-- An engine is of one model; it knows of no other.
+- An engine is of one model only.
 - A backup holds the same bits as the primary of the same slice (`shard.core.slices`).
 - A step is named by (generation, step), or by (generation, replica, clock) if replicas step asynchronously. Its sums
   are in `shard.core.gradients`.
 
 Note: [Units without gradient]
     A replica that has no gradient for a unit sends `absent`, which counts as added. A unit for which all replicas are
-    absent is not touched by the optimizer: moments and the update count stay and weight decay is not applied, as
-    `torch.optim` leaves a parameter whose grad is None. Its frames then have an older version than the job, and so do
-    those of frozen units. The version in a frame is that of the unit's last change. It is equal on all servers, since
-    absence is.
+    absent is not touched by the optimizer, as `torch.optim` leaves a parameter without a grad. Its moments and update
+    count stay, and weight decay is not applied. Its frames then have an older version than the job, and so do those of
+    frozen units. The version in a frame is that of the unit's last change. It is equal on all servers, since absence
+    is.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ShardEngine:
     def set_placement(
         self, placement: Placement, server: int, made: list[OwnedSlice] | None = None
     ) -> list[OwnedSlice]:
-        """Hold the slices that a placement gives to `server`; returns the removed ones, to be closed once not applied.
+        """Hold the slices that a placement gives to `server`; returns the removed ones, to be closed after their apply.
 
         Args:
             placement: the new placement.
@@ -260,7 +260,7 @@ class ShardEngine:
         return self._commit(decision, accumulator)
 
     def _drop(self, decision: Decision) -> None:
-        """Skip or abort a step; a decision without a `replica_clock` ends every attempt under way."""
+        """Skip or abort a step. A decision without a `replica_clock` ends every attempt under way."""
         self.step = decision.step + 1
         skipped = decision.outcome is Outcome.SKIP
         self.counters["steps_skipped" if skipped else "steps_aborted"] += 1

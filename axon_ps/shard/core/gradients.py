@@ -2,9 +2,9 @@
 
 Invariants:
 - Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing. A
-  chunk that arrives out of order is queued if there is memory for it, and waits otherwise.
-- Only chunks of the step under way are summed. A chunk of a decided step is a duplicate or aborted; a chunk of a later
-  step waits.
+  chunk that arrives out of order is queued if there is memory for it. Otherwise `push` returns `WAIT`.
+- Only chunks of the step under way are summed. A chunk of a decided step is a duplicate, or `push` raises
+  `StepAborted`. For a chunk of a later step it returns `WAIT`.
 
 Note: [Asynchronous replicas]
     If replicas step asynchronously (`sharding.policy`), each has its own attempt and accumulator, so all may push at
@@ -63,7 +63,7 @@ class GradientSums:
     """The attempts of one model.
 
     Args:
-        slices: of the model; their accumulators are used.
+        slices: of the model. Their accumulators are used.
         counters: counters of duplicates, waits and queued chunks.
         limit: limit of the memory for chunks that arrive out of order; None = they wait.
 
@@ -87,7 +87,7 @@ class GradientSums:
         self._generation = 0
 
     def configure(self, spec: JobSpec) -> None:
-        """Set the form of gradients; `begin` must follow."""
+        """Set the form of gradients. `begin` must follow."""
         self.asynchronous = spec.policy.asynchronous
         self.dtype = spec.precision.grad
         if spec.precision.grad_compression is not None:
@@ -133,7 +133,8 @@ class GradientSums:
             offset: first element of the chunk in the unit.
             replica: number of the replica.
             dtype: of `grad`.
-            grad: wire[c], u8 if compressed; None if this replica has no gradient for the unit. It must not change.
+            grad: wire[c], u8 if compressed; None if this replica has no gradient for the unit. It must not change,
+                unless it is `borrowed`.
             borrowed: `grad` is in the caller's memory, and may change once this has returned.
 
         Raises:
@@ -270,7 +271,7 @@ class GradientSums:
         first = owned.chunks.index_of(begin)
         number, order = self._order_of(replica)
         if not 0 <= number < len(self.attempts) or step != self.attempts[number].step:
-            return begin  # `push` decides the fate of its chunks
+            return begin  # the fate of its chunks is that of `push`
         accumulator = owned.accumulators[number]
         for index, (offset, _) in enumerate(owned.chunks.bounds[first:], first):
             if accumulator.summed[index] <= order and (index, order) not in accumulator.queued:
@@ -290,7 +291,7 @@ class GradientSums:
         return owned, order, order == self.attempts[number].replicas
 
     def complete(self) -> Iterator[tuple[int, int]]:
-        """Yield every attempt that has all its gradients, as (replica, step); replica is 0 if all step together."""
+        """Yield every attempt that has all its gradients, as (replica, step). Replica is 0 if all step together."""
         for number, attempt in enumerate(self.attempts):
             if not attempt.missing:
                 yield number, attempt.step
@@ -320,7 +321,7 @@ class GradientSums:
         return number, step == self.attempts[number].step
 
     def end(self, decision: Decision, *, summed: bool = True) -> None:
-        """End an attempt that is decided; its accumulator is used by the next one.
+        """End an attempt that is decided. Its accumulator is used by the next one.
 
         Args:
             decision: the decision on the attempt.

@@ -1,7 +1,7 @@
 """The master values of one slice with the optimizer's state, and the arithmetic that changes them. Pure.
 
 Owns: the moments, the update count of each parameter, and the bounds of parameter groups. The new values' form on the
-wire is `shard.core.wire_copy`'s; the order of calls is the engine's.
+wire is `shard.core.wire_copy`'s. The order of calls is the engine's.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Master:
     # ------------------------------------------------------------------ the optimizer's state
 
     def set_groups(self, group_of: Sequence[int]) -> None:
-        """Set the group of each parameter; `group_of` covers the whole layout."""
+        """Set the group of each parameter. `group_of` covers the whole layout."""
         counts = self.parameter_updates()
         self._groups = group_of[self._first_parameter : self._first_parameter + len(self._unit.parameters)]
         self._updates_before = [
@@ -116,7 +116,7 @@ class Master:
         self._ranges = kernel_ranges(self._unit, self._groups, self._updates_before)
 
     def set_updates(self, updates: Sequence[int]) -> None:
-        """Set the number of updates that each parameter of the unit has had; `set_groups` must follow.
+        """Set the number of updates that each parameter of the unit has had. `set_groups` must follow.
 
         Raises:
             InvalidRequest: their number is not that of the unit's parameters.
@@ -137,7 +137,7 @@ class Master:
         )
 
     def forget_moments(self) -> None:
-        """Reset the optimizer: drop moments and update counts; `set_groups` must follow."""
+        """Reset the optimizer: drop moments and update counts. `set_groups` must follow."""
         self.digests.forget(self.state)
         self.state = {}
         self.set_updates([0] * len(self._unit.parameters))
@@ -149,7 +149,7 @@ class Master:
 
     @property
     def moments(self) -> Moments:
-        """The moments of the version that the values are of."""
+        """The moments of the values' version."""
         return self._given_up or Moments(self.state, self.parameter_updates(), self.digests.total)
 
     def settle(self) -> None:
@@ -174,7 +174,7 @@ class Master:
         return {PARAM: self.values, **self.state}
 
     def digests_of(self, arrays: Mapping[str, Array]) -> SliceDigests:
-        """Compute the digests of new values and moments, f32[slice_numel] each, by name. Any thread."""
+        """Compute the digests of new values and moments, f32[slice_numel] each, by name. Any thread may call it."""
         digests = SliceDigests(self._chunks)
         digests.record(arrays)
         return digests
@@ -211,9 +211,9 @@ class Master:
         *,
         in_place: bool = True,
     ) -> tuple[Array, list[Corruption]]:
-        """Update chunks [first, last) in one pass. Any thread; the chunks of different threads must not overlap.
+        """Update chunks [first, last) in one pass. Any thread may call it, each with other chunks.
 
-        The data read is compared with the data written before; the loop that updates computes the digests of both.
+        The data read is compared with the data written before. The loop that updates computes the digests of both.
 
         Args:
             first: number of the first chunk.
@@ -222,7 +222,7 @@ class Master:
             sums: digests of the summed gradient.
             update: the optimizer's work.
             out: wire[m], gets the new values, cast; None for no copy.
-            in_place: whether values and moments become the new ones; otherwise they stay as they are.
+            in_place: whether values and moments become the new ones. Otherwise they stay as they are.
 
         Returns:
             f32[m], the new values; and the corrupt blocks, because of which they are wrong.
@@ -290,7 +290,7 @@ class Master:
         return self.digests.check(arrays, self._chunks.blocks_of(first, last))
 
     def average(self, first: int, last: int, source: Master, weight: float, out: Array | None) -> list[Corruption]:
-        """Set chunks [first, last) to (1 - weight) * their values + weight * those of `source`; moments stay.
+        """Set chunks [first, last) to (1 - weight) * their values + weight * those of `source`. Moments stay.
 
         Args:
             first: number of the first chunk.
@@ -317,7 +317,7 @@ class Master:
 
 
 def kernel_ranges(unit: Unit, groups: Sequence[int], updates: Sequence[int]) -> tuple[KernelRange, ...]:
-    """Return the ranges of a unit; neighbours that share group and update count are joined.
+    """Return the ranges of a unit. Neighbours that share group and update count are joined.
 
     Args:
         unit: its parameters.

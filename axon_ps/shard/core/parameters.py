@@ -1,6 +1,6 @@
 """The parameters of one model on one shard server: their completeness, and their frames to serve. Pure.
 
-First values come from a worker, chunk by chunk. Later they may be replaced, from a checkpoint or by a worker; nothing
+First values come from a worker, chunk by chunk. Later they may be replaced, from a checkpoint or by a worker. Nothing
 is served meanwhile.
 """
 
@@ -33,7 +33,7 @@ class ServedParameters:
 
     @property
     def initialized(self) -> bool:
-        """True if every owned slice has values, or gets them from another holder."""
+        """True if every slice here has values, or gets them from another holder."""
         return self._slices.num_units is not None and self.lacking == 0
 
     @property
@@ -101,7 +101,7 @@ class ServedParameters:
         self._replacing = uploaded
 
     def withdraw(self) -> None:
-        """Withdraw the values, which will be overwritten; `restored` must follow. Not while a unit is being applied."""
+        """Withdraw the values, which will be overwritten. `restored` must follow. Not while a unit is being applied."""
         for owned in self._slices.values():
             assert not owned.applying
             owned.withdraw()
@@ -180,7 +180,7 @@ class ServedParameters:
         return owned.full_frame(index, index + 1, absent=False)
 
     def encode(self, owned: OwnedSlice, index: int, dtype: DType) -> bytes:
-        """Encode one chunk in another dtype. Only while the slice is not `applying`.
+        """Encode one chunk in another dtype. It is called only while the slice is not `applying`.
 
         Raises:
             SliceMoved: its values are corrupt.

@@ -14,10 +14,10 @@ Note: [What a publication is made of]
     another dtype is wanted) is encoded once from the master, before the next step may change it.
 
 Note: [Memory limit]
-    All retained versions together take at most `max_bytes`; one is always retained. Beyond that the oldest is dropped,
-    first among those that are only a base for comparisons. The versions of a subscriber that has not pulled one
-    `retain_s` after the first are released, too. A request for a dropped version gets `Busy`; the subscriber then takes
-    a newer version.
+    All retained versions together take at most `max_bytes`. One is always retained. Beyond that the oldest is dropped,
+    first among those that are only a base for comparisons. If a subscriber has not pulled a version within `retain_s`
+    of its first one, all of its versions are released, too. A request for a dropped version gets `Busy`. The subscriber
+    then takes a newer version.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Publication:
         """Add slices at this version, none of them `applying`; returns those that must be encoded, ascending.
 
         Args:
-            slices: the slices; those that it has already stay as they are.
+            slices: the slices. Those that it has already stay as they are.
             shared: whether the slices' own frames have this dtype.
         """
         lacking: list[OwnedSlice] = []
@@ -90,7 +90,7 @@ class Publication:
         return self._bytes + differences
 
     def encode(self, owned: OwnedSlice) -> int:
-        """Encode a missing slice, which is still at this version; returns the number of chunks. Any thread.
+        """Encode a missing slice, which is still at this version; returns the number of chunks. Any thread may call it.
 
         Raises:
             SliceMoved: its values are corrupt.
@@ -107,7 +107,7 @@ class Publication:
         return base.key[1] in self._changes
 
     def encode_changes(self, base: Publication) -> None:
-        """Encode the changes from an older complete publication of the same dtype and epoch. Any thread."""
+        """Encode the changes from an older complete publication of the same dtype and epoch. Any thread may call it."""
         numbers = [n for n, changed in self.changed.items() if changed > base.key[1]]
         old, new = dict(base.frames), dict(self.frames)
         made = {n: _changes(old[n], new[n], self.key[2]) for n in numbers if n in old and n in new}
@@ -134,7 +134,7 @@ class Publication:
         return self.frames[number]
 
     def drop(self) -> None:
-        """Free its memory; a subscriber that still reads it gets `Busy`."""
+        """Free its memory. A subscriber that still reads it gets `Busy`."""
         self.dropped = True
         self.frames, self._changes = {}, {}
 
@@ -161,7 +161,7 @@ class Wish:
     Attributes:
         dtype: element type of the values.
         epoch: number of restores of the model, as far as the subscriber knows.
-        min_version: the oldest version wanted of that epoch; any version of a later epoch is accepted.
+        min_version: the oldest version wanted of that epoch. Any version of a later epoch is accepted.
         multiple_of: versions must be multiples of this.
     """
 
@@ -265,7 +265,7 @@ class Publications:
         self._prune()
 
     def choose(self, subscriber: Subscriber, epoch: int, version: int, present: tuple[int, int]) -> Publication | None:
-        """Return the version that a subscriber has chosen; its other reserved ones are released. None = it is to come.
+        """Return the version that a subscriber has chosen. Its other reserved ones are released. None = it is to come.
 
         Args:
             subscriber: the subscriber.
@@ -321,7 +321,7 @@ class Publications:
                     self.give_way(publication)
 
     def give_way(self, publication: Publication) -> None:
-        """Drop a version; subscribers that wanted it get `Busy`, and take a newer one."""
+        """Drop a version. Subscribers that wanted it get `Busy`, and take a newer one."""
         self._counters["published_dropped"] += 1
         for subscriber in self._subscribers:
             subscriber.reserved = [p for p in subscriber.reserved if p is not publication]

@@ -3,12 +3,12 @@
 Note: [Chunks that are ahead]
     Chunks are added in replica order, so that a sum has the same bits in whatever order they arrive. A replica that is
     ahead, for example with fewer tokens in its batch, would wait for the others at every chunk of its backward pass.
-    That would be a barrier at every unit, which on-demand communication is to avoid ("Revisiting Parameter Server in
-    LLM Post-Training", ICLR 2026). So a chunk that arrives out of order is queued unchanged, and added after those
-    before it. That keeps the order of additions, and with it every bit. The alternative, a sum that does not depend on
-    the order (Demmel and Nguyen, "Parallel Reproducible Summation", 2015), takes two to six times the memory for every
-    element at all times. Chunks that exceed the memory limit wait; with a limit of 0, all do. A chunk that is next in
-    order needs no queue memory, so sums always progress.
+    That would be a barrier at every unit. On-demand communication is to avoid such barriers ("Revisiting Parameter
+    Server in LLM Post-Training", ICLR 2026). So a chunk that arrives out of order is queued unchanged, and added after
+    those before it. The order of additions stays the same, and with it every bit. The alternative, a sum that does not
+    depend on the order (Demmel and Nguyen, "Parallel Reproducible Summation", 2015), takes two to six times the memory
+    for every element at all times. Chunks beyond the memory limit are not accepted before they are next in order. With
+    a limit of 0, no chunk is queued. A chunk that is next in order needs no queue memory, so sums always progress.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class QueuedChunks:
         self._limit = QueueLimit()
 
     def __contains__(self, at: tuple[int, int]) -> bool:
-        """Return True if chunk `at[0]` is queued of the replica that is added after `at[1]` others."""
+        """Return True if a gradient of chunk `at[0]` with order `at[1]` is queued."""
         return at in self._chunks
 
     @property
@@ -88,7 +88,7 @@ class QueuedChunks:
 
 
 def warm_up(dtype: DType) -> None:
-    """Compile the digests of chunks of `dtype`. Any thread."""
+    """Compile the digests of chunks of `dtype`. Any thread may call it."""
     for chunk in cast.examples(dtype):
         _digest(chunk)
 

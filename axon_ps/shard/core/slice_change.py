@@ -17,7 +17,7 @@ from axon_ps.types import Array
 
 
 class CopySource(Protocol):
-    """A slice of another model that is copied; `shard.core.slices.OwnedSlice` is one.
+    """A slice of another model that is copied. `shard.core.slices.OwnedSlice` is one.
 
     Attributes:
         master: its values.
@@ -35,13 +35,13 @@ class SliceChange:
         chunks: of the slice.
         master: its values and moments.
         wire: its wire copy; None if none is made of the new values.
-        sums: the accumulator of the step; an update has frozen it.
+        sums: the accumulator of the step. An update has frozen it.
         update: the optimizer's work; None = the values of another model are copied.
         version: the version that this leads to.
 
     Attributes:
         sums, update, version: as given.
-        corruptions: corrupt blocks that were found; any thread adds to it.
+        corruptions: corrupt blocks that were found. Any thread adds to it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SliceChange:
             master.begin_update(update)
 
     def apply(self, first: int, last: int, scratch: Array) -> None:
-        """Update chunks [first, last) in one pass, and make their frames. Any thread; in any order, each chunk once.
+        """Update chunks [first, last) in one pass, and make their frames. Any thread may call it, once for each chunk.
 
         Args:
             first: number of the first chunk.

@@ -1,24 +1,24 @@
 """One slice on one server: its master values, its gradient sum, its wire copy, and a prepared update. Pure.
 
-Each of these is a separate module; this one takes a step, first values or a copy through all of them. The engine
-decides the step and version, and the order of calls.
+Each of these is a separate module. A step, first values or a copy are passed through all of them here. The step, the
+version and the order of calls are the engine's.
 
 Note: [Memory of a slice]
     A slice of n elements has its master f32[n] and one wire copy of it, frames or mapped. A trainable slice adds the
-    accumulator f32[n] (one per replica if replicas step asynchronously, each from its first gradient on) and the
-    moments f32[n] each. It also adds the chunks that `shard.core.queued` keeps while replicas are ahead of others. If
-    parameters are compressed, it has a residual f32[n] (or `sent`) too. While an apply runs there are also the new
-    frames of the unit, until they replace the old ones.
+    accumulator f32[n] (one per replica if replicas step asynchronously, of which all but the first are allocated with
+    their first gradient) and the moments f32[n] each. It also adds the chunks that are queued while replicas are ahead
+    of others (`shard.core.queued`). If parameters are compressed, it has a residual f32[n] (or `sent`) too. While an
+    apply runs there are also the new frames of the unit, until they replace the old ones.
 
-    A backup has the same except for the wire copy. It makes frames only on request, or if parameters are compressed,
-    since the residual changes with them.
+    A backup has the same except for the wire copy, unless workers map it. It makes frames only on request, or if
+    parameters are compressed, since the residual changes with them.
 
 Note: [Primary and backup]
     Workers push to the primary alone, and it forwards each chunk of the sum to the backups. So all apply the same bits
     in the same loops, and stay equal. If replication is above 1 and gradients are bf16 or f16 on the wire, a complete
-    sum is rounded to that dtype and forwarded so. That takes half of the bytes, and is as exact as NCCL's bf16
-    reductions at best. A backup can answer a gather at any time. A server that is still `copying` has no values yet: it
-    takes sums for the step under way, and cannot be `ready` before its values have come.
+    sum is rounded to that dtype and forwarded so. That takes half of the bytes. It is as exact as the most exact of
+    NCCL's bf16 reductions. A backup can answer a gather at any time. A server that is still `copying` has no values
+    yet: it takes sums for the step under way, and cannot be `ready` before its values have come.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OwnedSlice:
         arriving: the arrival of values, which `publish` ends.
         replicated: whether other servers hold it, too.
         digest: digest of values and moments after the last update; None before an update, or without copies.
-        corruptions: corrupt blocks that were found and not yet taken by `take_corruptions`; any thread adds to it.
+        corruptions: corrupt blocks that were found and not yet taken by `take_corruptions`. Any thread adds to it.
         corrupt: whether the values are lost because of that, and a copy is to come. See `shard.core.digests`.
     """
 
@@ -137,7 +137,7 @@ class OwnedSlice:
 
     @property
     def serves(self) -> bool:
-        """True if an update makes a wire copy; a backup only if workers map it or parameters are compressed."""
+        """True if an update makes a wire copy; for a backup, only if workers map it or parameters are compressed."""
         return self.primary or self.wire.mapped is not None or self.wire.compressed
 
     def memory(self) -> dict[str, int]:
@@ -161,7 +161,7 @@ class OwnedSlice:
         self.accumulators[accumulator].restart()
 
     def set_accumulators(self, count: int) -> None:
-        """Make `count` empty accumulators; the memory of surplus ones is freed."""
+        """Make `count` empty accumulators. The memory of surplus ones is freed."""
         self.speculative.discard()
         self.accumulators.set_count(count)
 
@@ -172,7 +172,7 @@ class OwnedSlice:
     # ------------------------------------------------------------------ values that replace others
 
     def publish(self, version: int) -> int:
-        """Serve the present values as those of `version`; returns the number of frames made. Any thread."""
+        """Serve the present values as those of `version`; returns the number of frames made. Any thread may call it."""
         self.changed = self.reached = version
         self.copied = 0
         self._replaced(self.master.digests_of(self.master.arrays()))
@@ -182,7 +182,7 @@ class OwnedSlice:
         return frames
 
     def digests_of_copy(self, arrays: Mapping[str, Array]) -> SliceDigests:
-        """Compute the digests of values and moments copied from the primary, for `copied_from_primary`. Any thread."""
+        """Compute the digests of copied values and moments, for `copied_from_primary`. Any thread may call it."""
         if self.wire.sent is not None:
             self.wire.sent.record()
         return self.master.digests_of(arrays)
@@ -263,7 +263,7 @@ class OwnedSlice:
         return self.wire.full_frame(first, last, self.changed, self.master.values, absent=absent)
 
     def fill(self, memory: MappedMemory) -> None:
-        """Write the wire copy to `memory`; `map` follows. Any thread, while no step changes the values.
+        """Write the wire copy to `memory`. `map` follows. Any thread may call it while no step changes the values.
 
         Raises:
             SliceMoved: its values are corrupt.
@@ -275,7 +275,7 @@ class OwnedSlice:
             memory.values[:] = self.master.values
 
     def map(self, memory: MappedMemory) -> list[Array | bytes]:
-        """Use `memory`, written by `fill`, as the wire copy from now on; the values must not have changed since.
+        """Use `memory`, written by `fill`, as the wire copy from now on. The values must not have changed since.
 
         Returns:
             The memory that it replaces, to be freed.
@@ -355,18 +355,18 @@ class OwnedSlice:
     # ------------------------------------------------------------------ memory that fails
 
     def check(self, first: int, last: int) -> None:
-        """Check values and moments of chunks [first, last), which no step changes now. Any thread."""
+        """Check values and moments of chunks [first, last), which no step changes now. Any thread may call it."""
         self.corruptions += self.master.check(first, last)
 
     def take_corruptions(self) -> list[Corruption]:
-        """Return the corruptions found since the last call; if one is in values or moments, drop these."""
+        """Return the corruptions found since the last call. If one is in values or moments, drop these."""
         found, self.corruptions = self.corruptions, []
         if any(c.array != GRADIENT for c in found):
             self.lose_values()
         return found
 
     def lose_values(self) -> None:
-        """Drop corrupt values and moments; nothing is served until a copy is here."""
+        """Drop corrupt values and moments. Nothing is served until a copy is here."""
         self.speculative.discard()
         if self.wire.mapped is not None:  # workers may still read it, at its version
             if not self.wire.is_cast:
@@ -377,7 +377,7 @@ class OwnedSlice:
         self.corrupt, self.digest = True, None
 
     def check_values(self, first: int, last: int) -> None:
-        """Check the values of chunks [first, last), which no step changes now. Any thread.
+        """Check the values of chunks [first, last), which no step changes now. Any thread may call it.
 
         Raises:
             SliceMoved: they are corrupt.

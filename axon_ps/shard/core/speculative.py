@@ -3,9 +3,9 @@
 Note: [Speculative update]
     A worker may ask for the result of a step before the step is decided, naming the hyperparameters it expects. Each
     chunk that has every replica's gradient is then updated in a copy and encoded. Once all chunks are prepared, the
-    frames of the current version are dropped, so that there is still one wire copy. They are encoded again on request;
-    compressed frames are small and stay. If the step commits as expected, the prepared frames become the new ones;
-    otherwise they are discarded.
+    frames of the current version are dropped, so that there is still one wire copy. They are encoded again on request.
+    Compressed frames are small and stay. If the step commits as expected, the prepared frames become the new ones.
+    Otherwise they are discarded.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Updater:
     Args:
         spec: the optimizer as registered.
         num_parameters: number of parameters in the layout, with frozen ones.
-        restored: the optimizer of the checkpoint that the moments came from; None = they did not.
+        restored: the optimizer of the checkpoint that the moments came from; None = they came from none.
 
     Attributes:
         spec: the optimizer as registered.
@@ -60,7 +60,7 @@ class Updater:
         self.install(masters, self.spec.name)
 
     def install(self, masters: Iterable[Master], moments_of: str) -> None:
-        """Give trainable slices their groups and moments; existing moments stay if they are of this optimizer.
+        """Give trainable slices their groups and moments. Existing moments stay if they are of this optimizer.
 
         Args:
             masters: of the slices.
@@ -80,7 +80,7 @@ class Updater:
         Args:
             hypers: hyperparameters per parameter group; empty = unchanged.
             scale: the clip factor.
-            masters: of trainable slices; they get moments that a group needs for the first time (it turned momentum on,
+            masters: of trainable slices. They get moments that a group needs for the first time (it turned momentum on,
                 for example).
             untouched: numbers of the parameters that stay as they are.
 
@@ -175,7 +175,7 @@ class ModelOptimizer:
             self.updater.install([owned.master for owned in slices if owned.trainable], name)
 
     def update(self, decision: Decision) -> Update | None:
-        """Make the update of a step that commits, by another optimizer if it changes that; None if there is none."""
+        """Make the update of a step that commits, with its new optimizer if it has one; None without an optimizer."""
         masters = self._slices.masters()
         if decision.optimizer is not None:
             self._change(decision.optimizer, masters)

@@ -1,7 +1,7 @@
 """The values of one slice in their form on the wire: encoded frames, or memory that workers of this host map. Pure.
 
-Owns: encoding and compression, and the residual of compression; differences are `shard.core.differences`. Shared memory
-is created by the shell and passed in.
+Owns: encoding and compression, and the residual of compression. Differences are in `shard.core.differences`. Shared
+memory is created by the shell and passed in.
 
     shape legend: n = slice_numel, c = numel of one chunk
 
@@ -13,15 +13,15 @@ Note: [Compressed parameters]
     the master, and a worker needs nothing but the frame. Averaged over versions, the workers' values equal the masters,
     even if a step changes a parameter by less than a quantum. The residual belongs to the frames that are served: it
     starts at zero with first values and after a restore, changes only with a commit, and is not saved. A frozen slice
-    has no residual; its frames are made once. Frames are never dropped, since making them again would need the previous
-    residual.
+    has no residual. Its frames are made once. Frames stay as long as the values, since making them again would need the
+    previous residual.
 
     For a compressor of differences (`Compressor.differences`), `sent` replaces the residual, and its frames update only
     workers that have the previous version: `shard.core.differences`, Note: [Parameters as differences].
 
 Note: [Mapped slices]
     If workers of this host map the slice (`same_host.shared_copy`), its wire copy is the mapped memory, and an update
-    makes no frames. Frames are made from it when another process asks for them; they are a second wire copy then. If
+    makes no frames. Frames are made from it when another process asks for them. They are a second wire copy then. If
     parameters are f32 on the wire, workers map the master's own memory, and there is no wire copy at all.
 """
 
@@ -60,7 +60,7 @@ class MappedMemory(Protocol):
         """Mark `values` as about to change."""
 
     def close(self) -> None:
-        """Release it; the mappings of workers stay."""
+        """Release it. The mappings of workers stay."""
 
 
 class WireCopy:
@@ -78,7 +78,7 @@ class WireCopy:
             as differences.
         sent: the values of a worker with the newest frames; None unless parameters are sent as differences and
             trainable.
-        differs: whether parameters are sent as differences; then there may be no frames, and `full_frame` makes some.
+        differs: whether parameters are sent as differences. Then there may be no frames, and `full_frame` makes some.
         is_cast: whether the values are cast for the wire, that is, neither sent as f32 nor compressed.
         compressed: whether frames are compressed.
     """
@@ -115,7 +115,7 @@ class WireCopy:
     def scratch(self, chunks: int = 1) -> Array:
         """Return a buffer in which a thread makes the frames of `chunks` chunks: wire[chunks · chunk_numel].
 
-        Compressed frames are made one by one, in u8[compressed_bytes(chunk_numel)]; differences need more.
+        Compressed frames are made one by one, in u8[compressed_bytes(chunk_numel)]. Differences need more.
         """
         if self._compressor is not None and self.differs:
             return difference_scratch(self._chunks.chunk_numel, self._compressor)
@@ -161,7 +161,7 @@ class WireCopy:
             first: number of the first chunk.
             last: one past the last.
             version: the version that last changed the values.
-            values: f32[n], the master's; the message has `sent` instead if there is one.
+            values: f32[n], the master's. The message has `sent` instead if there is one.
             absent: whether the caller has the values.
         """
         if self.sent is not None:
@@ -190,7 +190,7 @@ class WireCopy:
         return len(frames)
 
     def drop_frames(self) -> None:
-        """Free the frames; they are encoded again on request."""
+        """Free the frames. They are encoded again on request."""
         self.frames = ()
 
     def _residual_of(self, elements: slice) -> Array | None:
@@ -225,7 +225,7 @@ class WireCopy:
             self.mapped.withdraw()
 
     def copied(self, version: int, frames: Sequence[bytes]) -> None:
-        """Take the frames of another holder at a version; its `feedback` was copied before."""
+        """Take the frames of another holder at a version. Its `feedback` was copied before."""
         self.frames = tuple(frames)
         if self.sent is not None:
             self.sent.copied(version, frames)
@@ -261,7 +261,7 @@ class WireCopy:
         return scratch[: elements.stop - elements.start] if self.mapped is None else self.mapped.values[elements]
 
     def encode_updated(self, first: int, last: int, version: int, values: Array, scratch: Array) -> None:
-        """Make the next frames of chunks [first, last). Any thread; each chunk once.
+        """Make the next frames of chunks [first, last). Any thread may call it, once for each chunk.
 
         Args:
             first: number of the first chunk.

@@ -1,11 +1,12 @@
 """Shared memory between workers and shard servers of one host, so that large chunks do not go through a socket.
 
 Owns: the handshake, on both sides (`SameHostServers` in a worker or another server, `SameHostCallers` in a server).
-Refuses: to decide what is leased; transfers and the servicer do. The passing of memory is `host.host_peer`'s.
+Refuses: the choice of the data to lease, which is made in transfers and the servicer. The passing of memory is
+`host.host_peer`'s.
 
 The RPC `Handshake` authenticates the caller as a member. It returns the name of a socket and a nonce that is valid for
 one connection. The caller connects, and sends the nonce. The server accepts waiting connections when it next needs that
-member. The nonce identifies the member; a connection without a nonce is not used. A connection ends with the membership
+member. The nonce identifies the member. A connection without a nonce is not used. A connection ends with the membership
 of either side. A restarted process is another member.
 """
 
@@ -25,28 +26,28 @@ from axon_ps.types import Member, Membership
 from axon_ps.wire.v1 import shard_pb2
 
 MAX_LEASED_BYTES = 16 << 20
-"""Most bytes leased in one message, or copied at a time. Copying blocks the event loop for a few milliseconds."""
+"""Most bytes of a gradient leased in one message."""
 
 MIN_LEASED_BYTES = 32 << 10
 """Fewer bytes are sent, since using a lease takes a system call."""
 
 MAX_ELEMENT_BYTES = 8
-"""Most bytes per element of a chunk; a larger claim is refused."""
+"""Most bytes per element of a chunk. A larger claim is refused."""
 
 NONCE_BYTES = 16
 
 MAX_STRANGERS = 16
-"""Most connections that have not presented a nonce yet; the oldest are closed. A valid client needs only a moment."""
+"""Most connections that have not presented a nonce yet. The oldest are closed. A valid client needs only a moment."""
 
 _TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
 
 
 class SameHostServers:
-    """The shard servers on the host of a worker or of another server. On one event loop.
+    """The shard servers on the host of a worker or of another server. It runs on one event loop.
 
     Args:
-        node: name of the host; only servers with the same name are tried. "" = none.
+        node: name of the host. Only servers with the same name are tried. "" = none.
     """
 
     def __init__(self, node: str) -> None:
@@ -76,7 +77,7 @@ class SameHostServers:
         return await asyncio.shield(known)
 
     def is_shared(self, server: int) -> bool:
-        """Return True if memory is known to be shared with a server. Any thread."""
+        """Return True if memory is known to be shared with a server. Any thread may call it."""
         member = self._members.get(server)
         return member is not None and member.id in self._peers
 
@@ -140,7 +141,7 @@ class SameHostCallers:
         self._nonces = {nonce: member for nonce, member in self._nonces.items() if member in there}
 
     def handshake(self, caller: str) -> shard_pb2.HandshakeReply:
-        """Return the address and a nonce for a caller; its earlier nonces become invalid."""
+        """Return the address and a nonce for a caller. Its earlier nonces become invalid."""
         self._accept()
         try:
             listener = self._listener = self._listener or Listener()

@@ -15,7 +15,7 @@ from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.types import Array, DType
 
 MAX_SEGMENTS = 400
-"""Most segments of a server, since each takes a descriptor, and a process often has 1024. Other data is sent."""
+"""Most segments of a server, since each takes a descriptor, and 1024 are often the limit. Other data is sent."""
 
 
 def may_map(owned: OwnedSlice) -> bool:

@@ -1,14 +1,14 @@
 """The wire copy of a unit in memory that workers of the server's host map, so that a gather does not copy.
 
-Owns: the layout of the segment, on both sides: `SharedCopy` in the server, `MappedCopy` in a worker. Refuses: to know
-when the copy may change; that is Note: [When a mapped unit may change].
+Owns: the layout of the segment, on both sides: `SharedCopy` in the server, `MappedCopy` in a worker. Refuses: the times
+at which the copy may change; see Note: [When a mapped unit may change].
 
 Note: [When a mapped unit may change]
     A server changes the copy only when a step of its model commits, or when parameters are replaced. A step commits
     when every worker has voted, and a worker votes when its backward is over. From then on, until it gathers the unit
-    again, it does not read it. So changing values are not read, without a lock. This does not hold if replicas step
-    asynchronously, nor for workers that retain parameters between steps (SHARD_GRAD_OP): these gather copies. A worker
-    that the coordinator has given up may read any values, since its results do not count any more.
+    again, it does not read it. So values are not read while they change, and no lock is needed. This does not hold if
+    replicas step asynchronously, nor for workers that retain parameters between steps (SHARD_GRAD_OP): these gather
+    copies. A worker that the coordinator has given up may read any values, since its results do not count any more.
 
     The first 8 bytes are the tag. Its lower 48 bits are 0 while the copy changes, else the version + 1. For a frozen
     unit the version is the one in which it last took another model's values, 0 if it never did, since no other step
@@ -79,7 +79,7 @@ class SharedCopy:
         self._tag[0] = self._changes << _VERSION_BITS
 
     def close(self) -> None:
-        """Stop passing the segment to workers; existing mappings stay."""
+        """Stop passing the segment to workers. Existing mappings stay."""
         self.segment.close()
 
 

@@ -1,16 +1,16 @@
 """Committed steps are applied by a few threads, in forward order of slices, without overtaking snapshots under way.
 
 Note: [Apply and snapshot]
-    A snapshot writes the live arrays of version v, without a copy, while training goes on. It pins that version, and
-    goes through the slices in forward order, as applies do. The apply from v to v+1 waits at each slice until the
-    snapshot has written it. The snapshot waits at each slice until the apply to v has finished. Each waits only for an
-    earlier version of the other, so a deadlock is impossible. If an apply has waited `STALLED_S` for a snapshot that
-    made no progress, the pin expires, so that hanging storage cannot stop the job.
+    In a snapshot, the live arrays of version v are written without a copy, while training goes on. That version is
+    pinned, and slices are written in forward order, as they are applied. The threads that apply v+1 wait at each slice
+    until the snapshot has written it. The snapshot's thread waits at each slice until v is applied to it. Each waits
+    only for an earlier version of the other, so a deadlock is impossible. If a snapshot without progress has held up an
+    apply for `STALLED_S`, the pin expires, so that hanging storage cannot stop the job.
 
 Note: [Apply and copy]
-    A step of another model that copies the values of version v reads the live arrays as a snapshot does. It pins the
-    version until all of it is copied. It does not wait for storage, so its pin does not expire. Each model has its own
-    threads, so a wait in one model does not delay another. Every wait is for something that was decided earlier.
+    If a step of another model copies the values of version v, the live arrays are read as in a snapshot. The version is
+    pinned until all of it is copied. A copy does not depend on storage, so its pin does not expire. Each model has its
+    own threads, so a wait in one model does not delay another. Every wait is for something that was decided earlier.
 
 Note: [Runs of chunks]
     A thread updates several neighbouring chunks in one call. The size of chunks suits the network. For a simple
@@ -40,7 +40,7 @@ RUN_NUMEL = 1 << 20
 """Elements that a thread updates in one call, if chunks are not larger. See Note: [Runs of chunks]."""
 
 STALLED_S = 600.0
-"""Seconds that a step waits for a snapshot that makes no progress. See Note: [Apply and snapshot]."""
+"""Seconds for which a snapshot without progress may hold up a step. See Note: [Apply and snapshot]."""
 
 Work = Callable[[OwnedSlice, int, int, Array], None]
 """A function of a slice, its chunks [first, last), and a thread's scratch."""
@@ -62,7 +62,7 @@ class VersionPins:
     """Versions that snapshots and copies still read, slice by slice. See Note: [Apply and snapshot]. Any thread.
 
     Args:
-        stalled_s: seconds for which an apply waits for a snapshot without progress.
+        stalled_s: seconds for which a snapshot without progress may hold up an apply.
     """
 
     def __init__(self, stalled_s: float = STALLED_S) -> None:
@@ -72,7 +72,7 @@ class VersionPins:
         self._stalled_s = stalled_s
 
     def pin(self, version: int, *, expires: bool = True) -> Pin:
-        """Keep each slice at `version` until `advance` has passed it; a pin that `expires` may be given up."""
+        """Keep each slice at `version` until `advance` has passed it. A pin that `expires` may be given up."""
         pin = Pin(version, expires=expires)
         with self._changed:
             self._pins.append(pin)
@@ -101,7 +101,7 @@ class VersionPins:
             self._changed.notify_all()
 
     def wait_for_pins(self, number: int, version: int) -> None:
-        """Wait, before changing a slice to `version`, for pins of older versions; those without progress may expire."""
+        """Wait, before changing a slice to `version`, for pins of older versions. Those without progress may expire."""
         if not self._pins:
             return
         with self._changed:
@@ -110,7 +110,7 @@ class VersionPins:
                     self._expire(behind)
 
     def _behind(self, number: int, version: int) -> dict[Pin, int]:
-        """Return the pins that a slice waits for, and the watermark of each."""
+        """Return the pins that hold up a slice, and the watermark of each."""
         return {p: p.watermark for p in self._pins if p.version < version and p.watermark < number}
 
     def _moved(self, before: dict[Pin, int], number: int, version: int) -> bool:
@@ -150,11 +150,11 @@ class ApplyPool:
     """Threads that apply chunks. See Note: [Runs of chunks].
 
     Args:
-        engine: the owner of the chunks.
+        engine: the engine that has the chunks.
         pins: versions that must not change yet.
         threads: number of threads; None = one per core this process may use.
         finished: called on the loop's thread when every chunk of a slice is done.
-        failed: called on the loop's thread when a kernel raised; the engine is unusable then.
+        failed: called on the loop's thread when a kernel raised. The engine is unusable then.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class ApplyTrace:
 
     Args:
         tracer: the server's.
-        engine: the owner of the slices.
+        engine: the engine that has the slices.
     """
 
     def __init__(self, tracer: Tracer, engine: ShardEngine) -> None:

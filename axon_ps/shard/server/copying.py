@@ -3,11 +3,10 @@
 Note: [A copy misses no step]
     A server that receives a copy is a holder of the slice from the placement on. The primary forwards it the sums of
     the step under way. That step cannot commit before the server is `ready`, and it is not `ready` before it has the
-    values. So the slice does not change while it is copied, and from its first step on the copy takes part like any
+    values. So the slice does not change while it is copied, and from its first step on the server takes part like any
     backup. All members see the placement at the same position among the decisions, so both servers mean the same
-    version.
-    A slice is sent at `BANDWIDTH_FRACTION` of the connection's bandwidth. The coordinator has only a few slices copied
-    at a time, so that a step hardly waits.
+    version. A slice is sent at `BANDWIDTH_FRACTION` of the connection's bandwidth. The coordinator has only a few
+    slices copied at a time, so that steps are hardly delayed.
 
 Note: [Slices are reported together]
     Every report of copied slices makes a placement, which costs all members time proportional to the model's slices. So
@@ -39,7 +38,7 @@ from axon_ps.wire.frames import elements
 from axon_ps.wire.v1 import shard_pb2
 
 BANDWIDTH_FRACTION = 0.5
-"""The fraction of a copy's time spent sending; the rest is left to training."""
+"""The fraction of a copy's time spent sending. The rest is left to training."""
 
 BLOCK_NUMEL = 1 << 18
 """Elements in a message."""
@@ -56,7 +55,7 @@ _logger = logging.getLogger(__name__)
 
 
 async def chunks(engine: ShardEngine, owned: OwnedSlice) -> AsyncIterator[shard_pb2.SliceChunk]:
-    """Yield all of a slice in messages; the slice must not change meanwhile."""
+    """Yield all of a slice in messages. The slice must not change meanwhile."""
     blocks = [
         (name, begin, array[begin : begin + BLOCK_NUMEL])
         for name, array in _tensors(owned).items()

@@ -3,10 +3,9 @@
 Note: [What is looked at]
     Each update checks everything that it reads. Data read for another purpose is checked first: values that are encoded
     later, a slice that another server copies, a checkpoint. A sum is forwarded with its digest, and is checked if the
-    backup refuses it. Slices that steps do not change are checked one after another, `LOOKED_AT_NUMEL` elements with
-    each commit.
-    Memory that workers of the host map is not checked before its use. They may have read a changed bit before the next
-    update finds it.
+    backup refuses it. Slices that steps do not change are checked one after another, `LOOKED_AT_NUMEL` elements after
+    each applied step. Memory that workers of the host map is not checked before its use. They may have read a changed
+    bit before the next update finds it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from axon_ps.shard.server.reports import ServerShell
 from axon_ps.wire.events import MAX_BLOCKS, Corrupted
 
 LOOKED_AT_NUMEL: Final = 1 << 20
-"""Elements checked at a time on the event loop, and elements of unchanged slices checked with each commit."""
+"""Elements checked at a time on the event loop, and elements of unchanged slices checked after each applied step."""
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class Corruptions:
         return True
 
     def _report_sent(self, sent: SentValues) -> None:
-        """Log the corruptions of `sent`, which were repaired; nothing else has to be done."""
+        """Log the corruptions of `sent`, which were repaired. Nothing else has to be done."""
         found, sent.corruptions = sent.corruptions, []
         self._engine.counters["corruptions"] += len(found)
         for c in found[:MAX_BLOCKS]:

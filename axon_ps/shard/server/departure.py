@@ -2,7 +2,7 @@
 
 The server drains itself as `axon-ps drain` would: slices are handed over between steps, so workers have to train. If
 that is impossible (it is the last server, the job has no workers, the coordinator does not answer, time is up), it
-leaves with its slices; other servers' copies, if any, remain.
+leaves with its slices. Other servers' copies, if any, remain.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ANSWER_S: Final = 10.0
 """Seconds that the coordinator may take to answer."""
 
 AWAY_S: Final = 30.0
-"""Seconds that the coordinator may be away meanwhile."""
+"""Seconds that the coordinator may be away while slices are handed over."""
 
 
 class JobWatch:
     """The job as seen through the events of a server's session: copies that slices lack, and workers that train.
 
-    A rolling update needs both: the next server may leave when no slice lacks a copy. One event loop.
+    In a rolling update, the next server may leave when no slice lacks a copy. It runs on one event loop.
 
     Attributes:
         connected: whether the session with the coordinator is up, as far as is known.
@@ -56,7 +56,7 @@ class JobWatch:
 
     @property
     def trains(self) -> bool:
-        """True if the job has workers; slices are handed over between their steps."""
+        """True if the job has workers. Slices are handed over between their steps."""
         return self._membership is not None and bool(self._membership.workers)
 
     @property

@@ -2,7 +2,7 @@
 
 Each backup has a stream and a queue. A chunk is queued when its sum is complete, and looked up again when it is sent,
 so chunks that a decision has made useless are dropped. A backup's `ready` is the acknowledgement: no step commits
-before the backup has every chunk. After a broken stream, everything complete is queued again; the backup drops
+before the backup has every chunk. After a broken stream, everything complete is queued again. The backup drops
 duplicates. The backup sends nothing back. The primary reads only the end of the stream, to notice that the last chunks
 are lost. The first chunk under each placement names that placement: a server takes no chunk before it knows that it is
 a backup.
@@ -51,8 +51,8 @@ class _Sum:
 class _Follower:
     """One backup server: its queue, the slices of which it is a backup, and the task that sends.
 
-    The server counts as waited for from a step's first sum until the decision, since only the decision acknowledges
-    sums.
+    The server counts as waited for from a step's first sum until the decision, since only the decision shows that the
+    sums have arrived.
     """
 
     waiting: Wait

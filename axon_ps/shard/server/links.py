@@ -1,4 +1,4 @@
-"""A shard server's connections to the other shard servers of its job. One event loop."""
+"""A shard server's connections to the other shard servers of its job. It runs on one event loop."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Links:
         self._generation, self._state_id = 0, ""
 
     def probe(self, report: ConnectivityReport) -> None:
-        """Probe the other servers: each once, and again those that a call waits for."""
+        """Probe the other servers: each once, and again those of pending calls."""
         self._peers.probe(report, lambda: self.context(0), everybody=True)
 
     def waiting(self) -> Wait:
-        """Return the context of a call that will wait for other servers."""
+        """Return the context of a call for which this server waits for others."""
         return self._peers.waiting()
 
     def set_members(self, membership: Membership) -> None:
@@ -65,7 +65,7 @@ class Links:
         )
 
     async def stub(self, rank: int) -> Stub:
-        """Return the client of a server, once it is a member; callers that wait are cancelled with the generation."""
+        """Return the client of a server, once it is a member. Waiting callers are cancelled with the generation."""
         return await self._peers.stub(rank, 0, Deadline(None))
 
     @property

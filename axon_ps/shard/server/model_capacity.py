@@ -47,7 +47,7 @@ class ModelCapacity:
         """Make this server's slices of the model, and set the model's name.
 
         Raises:
-            OutOfMemory: there is not enough memory; no slice was made.
+            OutOfMemory: there is not enough memory. No slice was made.
         """
         engine, rank, self._name = self._engine, self._reports.rank, name
         try:
@@ -62,7 +62,7 @@ class ModelCapacity:
         """Make the optimizer's state.
 
         Raises:
-            OutOfMemory: there is not enough memory; the model cannot step.
+            OutOfMemory: there is not enough memory. The model cannot step.
             InvalidRequest: the optimizer or a hyperparameter is unknown, or groups do not cover the layout.
         """
         engine = self._engine
@@ -78,7 +78,7 @@ class ModelCapacity:
         """Make the slices that a placement adds to this server; returns the slices that it removes.
 
         Raises:
-            OutOfMemory: there is not enough memory; the present slices stay.
+            OutOfMemory: there is not enough memory. The present slices stay.
             InvalidRequest: it is not a placement of the model's slices.
         """
         engine = self._engine
@@ -99,7 +99,7 @@ class ModelCapacity:
         return engine.set_placement(placement, rank, made)
 
     def _without(self, why: str, placement: int) -> OutOfMemory:
-        """Report that the model is not held here, and return the error for its callers; other models go on."""
+        """Report that the model is not held here, and return the error for its callers. Other models go on."""
         _logger.error("model %r cannot be held here: %s", self._name, why)
         self.missing = f"model {self._name!r} is not held by shard server {self._reports.rank}: {why}"
         self._reports.out_of_memory(self._number, placement, Busy(why))
@@ -112,16 +112,16 @@ class ModelCapacity:
 
 
 def free_slices(slices: list[OwnedSlice]) -> None:
-    """Close slices and free their memory, one after the other; this list must have the last references."""
+    """Close slices and free their memory, one after the other. This list must have the last references."""
     while slices:
         free(slices.pop().close())
 
 
 def free(memory: list[Array | bytes]) -> None:
-    """Free memory a piece at a time; this list must have the last references.
+    """Free memory a piece at a time. This list must have the last references.
 
     Python's global lock is held while the kernel frees a piece, which takes 0.3 s for a GiB, so that the event loop
-    stands still in any thread. An array is freed from its end.
+    stands still whichever thread frees it. An array is freed from its end.
     """
     while memory:
         item = memory.pop()

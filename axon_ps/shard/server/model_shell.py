@@ -13,9 +13,9 @@ Note: [In order]
 Note: [Long work]
     Work that takes long, because a slice may have GiBs, runs in a thread (`ServerShell.off_loop`), so that the event
     loop can send heartbeats and serve other calls. It is: allocating slices, hashing and encoding values, filling
-    memory that workers map. Meanwhile events about the model wait behind that work, in order (`EventOrder.begin_work`):
-    no step begins, no restore begins, and no slice is added or removed. Streams go on; they change sums, and values
-    that are not served yet.
+    memory that workers map. Meanwhile events about the model are queued behind that work, in order
+    (`EventOrder.begin_work`): no step begins, no restore begins, and no slice is added or removed. Streams go on. They
+    change only sums, and values that are not served yet.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _logger = logging.getLogger(__name__)
 
 
 def warm_up(spec: JobSpec) -> None:
-    """Compile the loops that a server needs for a layout. Not in the event loop's thread: it may take seconds."""
+    """Compile a server's loops for a layout, outside of the event loop's thread: it may take seconds."""
     precision = spec.precision
     for dtype in (precision.param, precision.grad):
         cast.warm_up(dtype)
@@ -68,7 +68,7 @@ def warm_up(spec: JobSpec) -> None:
 
 @dataclass(frozen=True)
 class Averaging:
-    """A decision to copy the values of `source`; `pinned` gives the pin that keeps them unchanged meanwhile."""
+    """A decision to copy the values of `source`. `pinned` gives the pin that keeps them unchanged meanwhile."""
 
     decision: Decision
     source: ModelShell
@@ -132,7 +132,7 @@ class ModelShell:
         self._released = False
 
     def stop(self) -> None:
-        """End all waits for a slice, and the streams to other servers; an unfinished snapshot or copy fails."""
+        """End all waits for a slice, and the streams to other servers. An unfinished snapshot or copy fails."""
         self.pins.close()
         if self._forwarding is not None and self._copying is not None:
             self._forwarding.close()
@@ -159,13 +159,13 @@ class ModelShell:
     def on_event(self, event: Event | Averaging) -> None:
         """Take one event of the session, in order, on the loop's thread. See Note: [In order].
 
-        If replicas step asynchronously, at most as many decisions wait as there are replicas, since each needs this
-        server's report on its next attempt. A copy needs every worker's vote.
+        If replicas step asynchronously, at most as many decisions are queued as there are replicas, since each
+        replica's next one needs this server's report. A copy is decided only with every worker's vote.
         """
         self.order.on_event(event)
 
     def _must_wait(self, event: Event | Averaging) -> bool:
-        """Return True if an event must wait for the step that is being applied."""
+        """Return True if an event must be queued behind the step that is being applied."""
         return bool(self._applying) and (self.engine.gradients.asynchronous or isinstance(event, Averaging))
 
     @property

@@ -74,7 +74,7 @@ class ModelValues:
         self._server.start(self._replace(order, uploaded=uploaded))
 
     async def _replace(self, order: RestoreOrder, *, uploaded: bool) -> None:
-        """Carry out one order at a time; otherwise two that wait for the model to be idle could be reordered."""
+        """Carry out one order at a time. Otherwise two orders could be exchanged while the model is not idle."""
         async with self._one_at_a_time:
             await self._order.idle.wait()
             self._engine.parameters.begin_restore(uploaded=uploaded)  # the previous order has ended its restore

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Reports(Protocol):
-    """The reports of a shard server to the coordinator; `coordinator.client.session.CoordinatorClient` is one.
+    """The interface for reports to the coordinator. `coordinator.client.session.CoordinatorClient` has it.
 
     Attributes:
         rank: this server's number among the shard servers.
@@ -67,13 +67,13 @@ class ServerShell(Protocol):
     queue: QueueLimit
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine to its end, even if its caller is cancelled; if it raises, the server ends."""
+        """Run a coroutine to its end, even if its caller is cancelled. If it raises, the server ends."""
 
     async def in_files_thread(self, work: Callable[[], Any]) -> Any:
         """Run slow work in the files' thread, after earlier work there."""
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run work on much memory in its thread; it is over when this returns, also after cancellation."""
+        """Run work on much memory in its thread. It is over when this returns, also after cancellation."""
 
     def working(self, kind: str) -> AbstractContextManager[LongWork]:
         """Show long work in this server's metrics while the context lasts."""

@@ -63,7 +63,7 @@ class ShardConfig:
         security: TLS and token.
         limits: limits of subscribers.
         join_timeout_s: seconds that the coordinator may take to answer.
-        reconnect_timeout_s: seconds that the coordinator may be away later; then this server ends, and its parameters
+        reconnect_timeout_s: seconds that the coordinator may be away later. Then this server ends, and its parameters
             are lost.
         grace_s: seconds that streams under way may take when this server stops.
         drain_s: seconds to hand over slices to others when this server is asked to stop; 0 = it leaves at once.
@@ -191,7 +191,7 @@ async def _report_health(server: Server | InProcessServer, watch: JobWatch) -> N
 
 
 def _known_names(host: str) -> KnownNames | None:
-    """Return the kinds that this process can make; None beside a worker, which may register more at any time."""
+    """Return the optimizers and compressors known here; None beside a worker, which may register more at any time."""
     if is_in_process(host):
         return None
     return KnownNames(optimizers=frozenset(optimizers.names()), compressors=frozenset(compressors.names()))

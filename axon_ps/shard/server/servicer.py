@@ -4,8 +4,8 @@ Clients pool streams: a stream serves one gather, push, upload or collective aft
 
 Note: [Two kinds of first message]
     The first message of a push names caller, step, unit, replica and range. With a payload (or `absent`) it is a chunk
-    like any other, and the server sends nothing before the reply. That is the normal case. Without payload it asks for
-    the element at which to resume after a broken stream, and the server answers at once.
+    like any other, and the server sends nothing before the reply. That is the normal case. Without payload it is a
+    request for the element at which to resume after a broken stream, and the server answers at once.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ class ShardServicer:
     def _leased_payloads(
         self, engine: ShardEngine, member: Member, header: common_pb2.Chunk, span: Span | None
     ) -> Iterator[memoryview]:
-        """Yield the payloads of a leased gradient's chunks, in the sender's memory; `header` is set for each.
+        """Yield the payloads of a leased gradient's chunks, in the sender's memory. `header` is set for each.
 
         Raises:
             InvalidRequest: the lease does not have the form that clients use.

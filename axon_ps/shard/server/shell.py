@@ -42,10 +42,10 @@ _logger = logging.getLogger(__name__)
 
 _MEASURED = ("version", "step", "missing_chunks")
 _MEMORY = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
-"""Statistics in heartbeats: the first are sent as they are, these are summed."""
+"""Statistics in heartbeats: those in `_MEASURED` are sent as they are, and these are summed."""
 
 _NOT_SUMMED = frozenset(("generation", "step", "version"))
-"""Statistics that are not added up over models; the first model's are reported."""
+"""Statistics that are not added up over models. The first model's are reported."""
 
 
 class ShardShell:
@@ -65,7 +65,7 @@ class ShardShell:
         same_host: the workers and servers that this one shares memory with.
         reports: the way to the coordinator; set before the first event.
         links: the connections to the other shard servers; set before the first event, if there can be any.
-        failure: set when this server cannot go on; the server ends with it.
+        failure: set when this server cannot go on. The server ends with it.
         tracer: the spans of this process.
         capacity: the memory that the server may allocate.
     """
@@ -99,7 +99,7 @@ class ShardShell:
         self.model(0)
 
     async def close(self) -> None:
-        """End the threads; unfinished snapshots fail."""
+        """End the threads. Unfinished snapshots fail."""
         self.collectives.close()
         if self.failure.done():
             self.failure.exception()
@@ -142,7 +142,7 @@ class ShardShell:
     def statistics(self) -> dict[str, float]:
         """Return the sum of `ShardEngine.statistics` over all models.
 
-        With several models, also the memory, step and version of each.
+        With several models, it has the memory, step and version of each, too.
         """
         total: Counter[str] = Counter()
         models = sorted(self._models.items())
@@ -251,7 +251,7 @@ class ShardShell:
             reports.snapshot_report(order.id, tuple(files))
 
     async def _discard(self, uri: str, files: list[SnapshotFile]) -> None:
-        """Remove files that are useless without the other models' files; if that fails, they stay."""
+        """Remove files that are useless without the other models' files. If that fails, they stay."""
         try:
             await self.in_files_thread(lambda: discard(uri, [f.name for f in files]))
         except AxonError as error:
@@ -297,7 +297,7 @@ class ShardShell:
             raise InternalError(f"{type(error).__name__}: {error}") from error
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine to its end, even if its caller is cancelled; if it raises, the server ends."""
+        """Run a coroutine to its end, even if its caller is cancelled. If it raises, the server ends."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

@@ -56,7 +56,7 @@ def write(
         version: the version to write, which `pin` preserves.
         server: this server's number.
         num_servers: number of servers that the plan cuts units over.
-        pins: the pins, by which applies wait for this snapshot slice by slice.
+        pins: the pins, by which this snapshot holds up applies slice by slice.
         pin: the pin of this snapshot.
         throttle: the limit of the writing rate.
         work: counts its bytes.
@@ -64,8 +64,8 @@ def write(
     Raises:
         Misuse: there are no values yet.
         Closed: the server stops.
-        StorageFull: no space left; nothing of the file remains.
-        CheckpointError: it could not be written; nothing of the file remains.
+        StorageFull: no space left. Nothing of the file remains.
+        CheckpointError: it could not be written, or a slice is corrupt. Nothing of the file remains.
     """
     if not engine.parameters.initialized:
         raise Misuse("this shard server holds no parameters yet; there is nothing to save")
@@ -111,7 +111,7 @@ def _write_slice(writer: SafetensorsWriter, owned: OwnedSlice, states: list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """A checkpoint that is complete and fits the layout, prepared for `load`; `close` must follow.
+    """A checkpoint that is complete and fits the layout, prepared for `load`. `close` must follow.
 
     Attributes:
         source: the slices of the checkpoint that are needed, open.
@@ -137,7 +137,7 @@ class Restore:
         return self.manifest.optimizer
 
     def close(self) -> None:
-        """Close the files. May be repeated."""
+        """Close the files. A repeated call is harmless."""
         self.source.close()
 
     def check_slices(self, engine: ShardEngine) -> None:
@@ -207,8 +207,8 @@ def load(engine: ShardEngine, restore: Restore, work: LongWork | None = None) ->
     """Fill the slices from a prepared checkpoint and encode their frames. In a thread, while no step is applied.
 
     Raises:
-        CheckpointError: a file could not be read; the slices hold arbitrary values.
-        Busy: a slice was added after the checkpoint was prepared; the slices hold arbitrary values.
+        CheckpointError: a file could not be read. The slices hold arbitrary values.
+        Busy: a slice was added after the checkpoint was prepared. The slices hold arbitrary values.
     """
     restore.check_slices(engine)
     for number, owned in engine.slices.copy().items():

@@ -1,12 +1,12 @@
-"""The service of a model's versions to subscribers; `shard.core.publications` decides which are retained.
+"""The service of a model's versions to subscribers. The choice of retained versions is `shard.core.publications`'s.
 
-A version without frames is encoded in a thread, under a pin: a step that would change it waits until it is encoded (see
-`shard.server.apply`, Note: [Apply and copy]). Steps are usually so long that none waits.
+A version without frames is encoded in a thread, under a pin: a step that would change it is applied only after that
+(see `shard.server.apply`, Note: [Apply and copy]). Steps are usually so long that none is delayed.
 
 Note: [Subscribers give way]
-    Gathers of the job's workers have priority over subscribers. A chunk for a subscriber waits while a gather is being
-    answered, for at most `GIVE_WAY_S`. Chunks for all subscribers are written for at most half of the time, and at most
-    at the configured rate. So at most one chunk of each subscriber is ahead of a gather.
+    Gathers of the job's workers have priority over subscribers. A chunk for a subscriber is held back while a gather is
+    being answered, for at most `GIVE_WAY_S`. Chunks for all subscribers are written for at most half of the time, and
+    at most at the configured rate. So at most one chunk of each subscriber is ahead of a gather.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DUTY_CYCLE = 0.5
 """The largest fraction of time in which chunks for subscribers are written."""
 
 GIVE_WAY_S = 0.05
-"""Most seconds that a chunk waits for gathers."""
+"""Most seconds for which a chunk is held back for gathers."""
 
 _LOOK_S = 0.002
 
@@ -52,7 +52,7 @@ class SubscriberLimits:
     Attributes:
         rate_bytes_s: bytes per second for all of them together.
         max_bytes: memory for versions that are retained for them, per model.
-        retain_s: seconds for which a version is retained for an idle subscriber, and for a write.
+        retain_s: seconds for which a version is retained for an idle subscriber; also the time limit of a write.
     """
 
     rate_bytes_s: float = math.inf

@@ -1,4 +1,4 @@
-"""Waiting streams of a shard server, and queued events about a model. One event loop."""
+"""Waiting streams of a shard server, and queued events about a model. It runs on one event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Waiters:
     async def wait(self, unit: int = -1, offset: int = -1, replica: int = -1) -> None:
         """Wait until `unit` may have changed, or `replica` may be next in order at chunk `offset`.
 
-        Without arguments: until `wake_all`.
+        Without arguments, it waits until `wake_all`.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._units.setdefault(unit, {}).setdefault((offset, replica), [])
@@ -74,7 +74,7 @@ class EventOrder(Generic[E]):
 
     Args:
         take: takes one event.
-        must_wait: returns whether an event has to wait for the step that is being applied. A call never has to.
+        must_wait: returns whether an event must be queued behind the step that is being applied. Calls never are.
 
     Attributes:
         idle: set while no step is applied to the model, no copy is made from it, and no long work is under way.
@@ -97,7 +97,7 @@ class EventOrder(Generic[E]):
         self._waiting.clear()
 
     def on_event(self, event: E) -> None:
-        """Take an event once all earlier ones have been taken and it need not wait."""
+        """Take an event once all earlier ones have been taken and nothing holds it back."""
         if self._stopped:
             return
         if self._waiting or self._is_held_back(event):
@@ -115,16 +115,16 @@ class EventOrder(Generic[E]):
             call()
 
     def _is_held_back(self, event: E | Callable[[], None]) -> bool:
-        """Return True if the first event or call of the queue has to wait."""
+        """Return True if the first event or call of the queue is held back."""
         return self._long > 0 or (not callable(event) and self._must_wait(event))
 
     def begin(self) -> None:
-        """Record that a step or a copy begins; `end` must follow."""
+        """Record that a step or a copy begins. `end` must follow."""
         self._under_way += 1
         self.idle.clear()
 
     def end(self) -> None:
-        """Record that a step or a copy has ended, and take the events that waited for it."""
+        """Record that a step or a copy has ended, and take the events that were queued behind it."""
         while self._waiting and not self._is_held_back(self._waiting[0]):
             event = self._waiting.popleft()
             if callable(event):
@@ -141,7 +141,7 @@ class EventOrder(Generic[E]):
         return self._long > 0
 
     def begin_work(self) -> AbstractAsyncContextManager[None]:
-        """Hold events back until the end of the context, in which long work runs; works run one after the other."""
+        """Hold events back until the end of the context, in which long work runs. Works run one after the other."""
         self._long += 1
         self.begin()
         return self._work()

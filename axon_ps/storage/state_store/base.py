@@ -1,6 +1,6 @@
 """The interface of state stores, and the stores by name.
 
-A store does not interpret the records; `coordinator.core.records` does. One coordinator owns a store at a time: either
+A store does not interpret the records. `coordinator.core.records` does. One coordinator owns a store at a time: either
 no other can open it (`StateStore`), or one of those that have opened it leads (`SharedStateStore`).
 """
 
@@ -31,8 +31,8 @@ class StateStore(ABC):
     """Durable records. Methods are called one at a time, from one thread at a time.
 
     Attributes:
-        name: the name it is registered by; `register` sets it.
-        blocks: whether `apply` may block for long; then an event loop calls it in a thread.
+        name: the name it is registered by. `register` sets it.
+        blocks: whether `apply` may block for long. Then an event loop calls it in a thread.
         is_shared: whether it is a `SharedStateStore`.
     """
 
@@ -59,15 +59,15 @@ class StateStore(ABC):
         """Make the changes durable, in order, all or none.
 
         Raises:
-            StorageFull: no space left; nothing was changed, and the same batch may be tried again.
+            StorageFull: no space left. Nothing was changed, and the same batch may be tried again.
             NotLeader: see `SharedStateStore`.
-            AxonError: the store failed; nothing was changed.
+            AxonError: the store failed. Nothing was changed.
             Closed: the store was closed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources. Harmless when repeated."""
+        """Release all resources. A repeated call is harmless."""
 
     @property
     def begin_anew(self) -> str:
@@ -90,7 +90,7 @@ class StateStore(ABC):
 
 
 class SharedStateStore(StateStore):
-    """A store that several coordinators have open. One of them leads at a time; the others stand by until it does not.
+    """A store that several coordinators have open. One of them leads at a time. The others stand by until it does not.
 
     Call `campaign` until it is won, then `load`, then `apply`. A former leader writes nothing, even if it believes that
     it leads: `apply` raises `NotLeader`. After that only the next leader knows whether the last batch was written,
@@ -110,7 +110,7 @@ class SharedStateStore(StateStore):
         Raises:
             Broken: the store cannot be reached; try again.
             StorageFull: the store has no space left.
-            ConfigurationError: it never can be, as it is configured.
+            ConfigurationError: the store can never be reached, as it is configured.
             Closed: the store was closed.
         """
 

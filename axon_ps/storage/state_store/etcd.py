@@ -1,6 +1,6 @@
 """Records in etcd: the store of several coordinators, of which one leads and the others stand by.
 
-    PREFIX/records/KEY       a record; if it is longer than `CHUNK_BYTES`, it goes on in KEY#0001, KEY#0002, ...
+    PREFIX/records/KEY       a record. If it is longer than `CHUNK_BYTES`, it goes on in KEY#0001, KEY#0002, ...
     PREFIX/writer            the id of the newest transaction's writer, and its number: "ID N"
     PREFIX/schema            the version of keys and records
     PREFIX/pending/I         see Note: [Large batches]
@@ -12,7 +12,7 @@ Note: [Fenced and in order]
     Every transaction compares the revision at which the leader's key was created with that of our own key, so a process
     that does not lead any more writes nothing. It also compares the revision of PREFIX/writer, which it changes. So it
     is performed at most once, and never after a later transaction, however often and to whichever member of the cluster
-    it was sent. When it fails because it was performed before, PREFIX/writer says so.
+    it was sent. When it fails because it was performed before, PREFIX/writer shows that.
 
 Note: [Large batches]
     A batch is one transaction: one round trip. A batch that does not fit into one (a layout, many keys released at
@@ -293,5 +293,5 @@ def _chunk_key(key: str, number: int) -> bytes:
 
 
 def _end(prefix: str) -> bytes:
-    """Return the key after all keys with a prefix; the prefix ends with "/"."""
+    """Return the key after all keys with a prefix. The prefix ends with "/"."""
     return prefix[:-1].encode() + b"0"

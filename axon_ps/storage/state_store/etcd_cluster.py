@@ -26,7 +26,7 @@ Operation = dict[str, Any]
 DEFAULT_PREFIX: Final = "/axon_ps"
 DEFAULT_TTL_S: Final = 3
 MIN_TTL_S: Final = 2
-"""The TTL that etcd itself uses for a shorter one, unless its election time-out is shorter, too."""
+"""The shortest TTL that etcd grants with its default election time-out."""
 
 MAX_TTL_S: Final = 60
 
@@ -88,12 +88,12 @@ class EtcdAddress:
 
 
 class EtcdCluster:
-    """Requests to a cluster. Any thread may make them; they are made one at a time.
+    """Requests to a cluster. Any thread may make them. They are made one at a time.
 
     Args:
         address: where it is.
-        timeout_s: how long a member may take to answer before another is asked, in seconds. It doubles each time that
-            no member answers, up to `SLOWER` times: a busy cluster is better than none.
+        timeout_s: seconds that a member may take to answer before another is asked. They double each time that no
+            member answers, up to `SLOWER` times: a busy cluster is better than none.
 
     Raises:
         ConfigurationError: the client is not installed.
@@ -140,7 +140,7 @@ class EtcdCluster:
             True if the comparisons held, the revision of the store afterwards, and the response to each request.
 
         Raises:
-            Broken: no member answers, or none has a majority; it may have been performed. See Note: [Sent twice].
+            Broken: no member answers, or none has a majority. It may have been performed. See Note: [Sent twice].
             StorageFull: the cluster's quota is used up.
             ConfigurationError: it refuses us access.
         """

@@ -41,7 +41,7 @@ class _Term:
     Attributes:
         id: names us while it lasts.
         lease: etcd's number of it.
-        renewed_s: when its newest renewal was sent.
+        renewed_s: time at which its newest renewal was sent.
         created: the revision at which we created the leader's key; 0 = we have not.
         asked: our entry in etcd: whether members have just asked us; None = there is none yet.
     """

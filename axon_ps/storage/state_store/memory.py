@@ -1,4 +1,4 @@
-"""Records in memory, for tests and for jobs that need not survive their coordinator."""
+"""Records in memory, for tests and for jobs that may end with their coordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MemoryStateStore(StateStore):
 
     @classmethod
     def open(cls, address: str) -> MemoryStateStore:
-        """Make a store; it has no address."""
+        """Make a store. It has no address."""
         return cls()
 
     def load(self) -> Mapping[str, bytes]:

@@ -19,7 +19,7 @@ FREE_PAGES: Final = 256
 """Pages of the file that may hold nothing (1 MiB). After a batch that removes records, more are given back."""
 
 GIVEN_BACK_PAGES: Final = 2048
-"""Most pages given back with one batch, so that no decision waits long for it: 8 MiB."""
+"""Most pages given back with one batch, so that no decision is delayed long: 8 MiB."""
 
 JOURNAL_BYTES: Final = 16 << 20
 """Bytes to which a larger journal file is cut."""
@@ -35,15 +35,15 @@ APPLICATION_ID: Final = 0x41584F4E
 class SqliteStateStore(StateStore):
     """Records in a sqlite file, on a local disk.
 
-    WAL journal with `synchronous=FULL`: a committed batch has been synced to the disk. An exclusive lock keeps a second
-    coordinator out; it ends with the process. Only the owner can read or write the file, its journal and its index,
-    from their creation on: values of the key-value store may be secret (NCCL ids, tokens of a rendezvous).
-    `--state sqlite:PATH?synchronous=off` does not wait for the disk: a committed batch outlives the process, but not
-    the machine.
+    WAL journal with `synchronous=FULL`: a committed batch has been synced to the disk. An exclusive lock excludes a
+    second coordinator. It ends with the process. Only the coordinator's user can read or write the file, its journal
+    and its index, from their creation on: values of the key-value store may be secret (NCCL ids, tokens of a
+    rendezvous). `--state sqlite:PATH?synchronous=off` does not wait for the disk: a committed batch outlives the
+    process, but not the machine.
 
     Args:
         path: the file; created (with its directory) if it does not exist.
-        synchronous: whether a batch waits for the disk.
+        synchronous: whether a batch is synced to the disk.
 
     Attributes:
         path: the same.
@@ -182,7 +182,7 @@ class SqliteStateStore(StateStore):
 
 
 def _make_private(path: str) -> None:
-    """Make a state file and sqlite's files beside it private to their owner: an older axon_ps may have made them.
+    """Make a state file and sqlite's files beside it private to their user: an older axon_ps may have made them.
 
     Raises:
         OSError: one is readable by others, and another user's.

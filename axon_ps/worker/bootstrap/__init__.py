@@ -1,5 +1,8 @@
 """Forming a job without services: torchrun, mpirun and srun start workers only.
 
-`job` decides which worker starts which service and announces it; `stores` finds the store by which the workers exchange
-that; `local_store` and `torch_store` are such stores; `services` are the processes.
+job                       assigns the services to workers, and announces them
+stores                    finds the store by which the workers find each other
+local_store, torch_store  such stores
+private                   the secrets of the workers
+services                  the processes
 """

@@ -1,6 +1,6 @@
 """Forming a job of workers that a launcher has started: which worker starts which service, and the addresses.
 
-Every worker stores its location. The worker of rank 0 starts the coordinator and announces its address. It also
+Every worker stores its location. The worker of rank 0 starts the coordinator and gives the others its address. It also
 announces which worker starts which shard server. The first worker of every node starts shard servers, round-robin over
 the nodes, so that the traffic is spread over all network cards. A worker that started services stays until the others
 are done.
@@ -10,11 +10,11 @@ Note: [Incarnations]
     distinguishes the rounds: even the count of restarts is each agent's own. When the first worker of a round begins,
     all workers of the last round are dead. So rank 0 first overwrites every key with null, and each other worker stores
     its location again whenever its key holds another value. A location contains the random incarnation of its worker.
-    Rank 0's announcement contains the incarnations that it is for; a worker ignores an announcement without its own. No
-    key is deleted: a store's `get` waits for a missing key, so a worker between `check` and `get` would wait for ever.
+    Rank 0's announcement contains the incarnations that it is for. A worker ignores an announcement without its own. No
+    key is deleted: a store's `get` blocks until a key exists, so a worker between `check` and `get` would be stuck.
 
 Owns: nothing durable; `FormedJob` holds the services. Refuses: to be reachable from other hosts without TLS, unless
-told to.
+`AXON_PS_INSECURE` is set.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class FormedJob:
     """The configuration of a worker, and the services that it has started for the job.
 
     Attributes:
-        config: how to join.
+        config: the worker's configuration.
         services: those of the job that this worker started; None = none.
-        store: the store by which the job was formed; it stays open as long as the job, since others may use it, too.
+        store: the store by which the job was formed. It stays open as long as the job, since others may use it, too.
         private: the store by which this worker serves the secrets to the others of this host; see `private`.
     """
 
@@ -76,7 +76,7 @@ class FormedJob:
     private: LocalStore | None = None
 
     async def wait_for_others(self) -> None:
-        """Return when no worker needs the services of this one: all have finished, left or been lost.
+        """Block until no worker needs the services of this one: all have finished, left or been lost.
 
         Call it when this worker has left. It polls the coordinator for the members. It also returns when the
         coordinator has ended, or has not replied for half a minute.
@@ -101,7 +101,7 @@ class FormedJob:
                     await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
-        """End the services and stores of this worker. Harmless when repeated."""
+        """End the services and stores of this worker. Repeated calls do nothing."""
         if self.services is not None:
             self.services.close()
         for store in (self.store, self.private):
@@ -114,17 +114,17 @@ def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
 
     Args:
         env: the process's environment.
-        timeout_s: how long finding the others and starting services may take, in seconds.
+        timeout_s: most seconds for finding the others and starting services.
 
     Raises:
-        ConfigurationError: the environment does not say which job, or how; the message names what to set.
+        ConfigurationError: the environment does not say which job, or how. The message names what to set.
         Unreachable: no server answers at the store's address.
         PermissionDenied: a process of another user serves the workers' store.
-        Timeout: workers are missing; the message names them.
+        Timeout: workers are missing. The message names them.
         Broken: the services could not be started.
     """
     launch, deadline = launch_info(env), Deadline(timeout_s)
-    for message in misspelt(env).values() if launch.rank <= 0 else ():  # one of the workers says so
+    for message in misspelt(env).values() if launch.rank <= 0 else ():  # only one of the workers warns
         _logger.warning("%s", message)
     if env.get("AXON_PS_COORDINATOR") or env.get("AXON_PS_STANDBY", "") not in ("", "0"):
         return FormedJob(worker_config(env))
@@ -142,18 +142,18 @@ def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
 def form_job(
     store: C10dStore, env: Mapping[str, str], rank: int, world_size: int, deadline: Deadline, *, job: str = ""
 ) -> FormedJob:
-    """Form a job with all workers that call this on the same store; each gives its own rank.
+    """Form a job with all workers that call this on the same store. Each gives its own rank.
 
     Args:
         store: its keys are used for nothing else.
         env: the process's environment.
         rank: this worker's.
-        world_size: how many workers there are.
-        deadline: of the whole.
+        world_size: number of workers.
+        deadline: for all of it.
         job: the job's name; empty = that of the environment.
 
     Raises:
-        ConfigurationError, Timeout, Broken: as for `find_job`.
+        ConfigurationError, Unreachable, PermissionDenied, Timeout, Broken: as for `find_job`.
     """
     incarnation = uuid.uuid4().hex
     if rank == 0:
@@ -235,7 +235,7 @@ def _start_others(
 def _start_first(
     store: C10dStore, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str, incarnation: str
 ) -> tuple[EmbeddedServices, dict[str, Any]]:
-    """Start the services of rank 0; return them and the announcement. An error is announced, too."""
+    """Start the services of rank 0, and return them and the announcement. An error is announced, too."""
     keys = {rank: _location_key(rank) for rank in range(world_size)}
     for key in (_JOB, *keys.values()):  # See Note: [Incarnations].
         store.set(key, "null")
@@ -254,7 +254,7 @@ def _start_first(
 def _first_services(
     locations: Sequence[tuple[str, str]], env: Mapping[str, str], deadline: Deadline, job: str
 ) -> tuple[EmbeddedServices, dict[str, Any]]:
-    """Start the coordinator and this node's shard servers; returns them and the announcement."""
+    """Start the coordinator and this node's shard servers; return them and the announcement."""
     nodes = list(dict.fromkeys(locations))
     first_of = [locations.index(node) for node in nodes]
     num_shards = shards_of(env) or len(nodes)
@@ -281,7 +281,7 @@ def _first_services(
 def _receive_announcement(
     store: C10dStore, env: Mapping[str, str], rank: int, incarnation: str, deadline: Deadline
 ) -> dict[str, Any]:
-    """Store the location of another rank until rank 0 has read it; return the announcement."""
+    """Store this worker's location until rank 0 has read it, and return the announcement; on all ranks but 0."""
     key, location = _location_key(rank), _own_location(env, incarnation)
     what = f"rank {rank} is waiting for the worker of rank 0 to start the job's services"
     with reminding(_logger, lambda: what):
@@ -300,7 +300,7 @@ def _receive_announcement(
 def _wait_for_locations(
     store: C10dStore, keys: Mapping[int, str], incarnations: dict[int, str], deadline: Deadline
 ) -> list[tuple[str, str]]:
-    """Wait on rank 0 for the locations of all workers, by rank; put their incarnations into `incarnations`."""
+    """Return, on rank 0, the locations of all workers by rank; put their incarnations into `incarnations`."""
     locations: dict[int, tuple[str, str]] = {}
 
     def what() -> str:
@@ -339,7 +339,7 @@ def _polls(deadline: Deadline, what: Callable[[], str]) -> Iterator[None]:
     """Yield once for every poll of the store, with ever longer pauses between them.
 
     Raises:
-        Timeout: the time is over; the message begins with `what`.
+        Timeout: the time is over. The message begins with `what`.
     """
     pause_s, most_s = _POLL_PAUSES_S
     while True:
@@ -360,9 +360,10 @@ def _network() -> str:
 
 
 def _own_name(env: Mapping[str, str]) -> str:
-    """Return the name or address at which other hosts reach this one: that of the network card towards MASTER_ADDR.
+    """Return the name or address at which other hosts reach this one: AXON_PS_ADVERTISE, if it is set.
 
-    It is MASTER_ADDR itself where that names this host: a worker that finds the store there finds the services, too.
+    Otherwise it is the address of the network card towards MASTER_ADDR, or the host's name if that is unknown. It is
+    MASTER_ADDR itself where that names this host: a worker that finds the store there finds the services, too.
     """
     if given := env.get("AXON_PS_ADVERTISE"):
         return given

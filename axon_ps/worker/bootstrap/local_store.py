@@ -1,8 +1,8 @@
 """`LocalStore`: a key-value store for the workers of one host whose launcher has none, as mpirun.
 
 The worker of rank 0 listens on an abstract Unix socket whose name all workers derive from the launcher's run. There is
-no file, so nothing is left over, even after kill -9. Both ends learn from the kernel which user the other belongs to;
-another user is refused.
+no file, so nothing is left over, even after kill -9. Both ends learn from the kernel which user the other belongs to.
+Another user is refused.
 
 A request is one line of JSON on a connection of its own, and the reply is another line. Values are text.
 """
@@ -32,8 +32,8 @@ class LocalStore:
 
     Args:
         name: of the run, known to all its workers.
-        serves: whether this worker holds the values; exactly one does.
-        timeout_s: how long storing waits for the worker that holds the values, in seconds.
+        serves: True if this worker holds the values. Exactly one does.
+        timeout_s: most seconds that `set` waits for the worker that holds the values.
 
     Raises:
         Unreachable: another process serves a store of this name.
@@ -75,7 +75,7 @@ class LocalStore:
         return all("value" in (self._ask({"key": key}) or {}) for key in keys)
 
     def close(self) -> None:
-        """Stop serving. Harmless when repeated."""
+        """Stop serving. Repeated calls do nothing."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
@@ -120,7 +120,7 @@ class LocalStore:
     # ------------------------------------------------------------------ all ranks
 
     def _ask(self, request: dict[str, str]) -> dict[str, Any] | None:
-        """Return the answer; None when no worker serves the store, not yet or not any more."""
+        """Return the answer; None if no worker serves the store yet, or any more."""
         if self._listener is not None:
             return self._answer(request)
         try:
@@ -136,7 +136,7 @@ class LocalStore:
                 return reply
         except PermissionDenied:
             raise
-        except (OSError, ValueError):  # it ended in the middle, or was busy: the same as not there
+        except (OSError, ValueError):  # the other end closed or was busy: treated as absent
             return None
 
 

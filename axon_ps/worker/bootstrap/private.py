@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CoordinatorAccess:
-    """The way to the coordinator: its address, and the token for it."""
+    """The coordinator's address, and the token for it."""
 
     coordinator: str
     token: str
@@ -63,10 +63,10 @@ def secured(given: Security, *, several_hosts: bool) -> Security:
 
 
 def serve(access: CoordinatorAccess, incarnation: str, timeout_s: float) -> LocalStore:
-    """Serve the access to the other workers of this host; the caller closes the store when the job ends.
+    """Serve the access to the other workers of this host. The caller closes the store when the job ends.
 
     Raises:
-        Unreachable: another process serves one under the same name.
+        Unreachable: another process serves a store of the same name.
     """
     store = LocalStore(_name(incarnation), serves=True, timeout_s=timeout_s)
     store.set(_KEY, json.dumps(dataclasses.asdict(access)))
@@ -77,8 +77,8 @@ def receive(incarnation: str, deadline: Deadline) -> CoordinatorAccess:
     """Return the address and secret that rank 0, the worker of this incarnation, serves on this host.
 
     Raises:
-        Unreachable: no process does until the deadline.
-        PermissionDenied: a process of another user does.
+        Unreachable: no process serves them until the deadline.
+        PermissionDenied: a process of another user serves them.
     """
     store = LocalStore(_name(incarnation), serves=False, timeout_s=deadline.remaining())
     while not store.check([_KEY]):
@@ -95,7 +95,7 @@ def own(security: Security, coordinator: str) -> CoordinatorAccess:
     """Return the address from the store, with the secret of this worker's environment; for several hosts.
 
     Raises:
-        ConfigurationError: the environment has none.
+        ConfigurationError: the environment has no secret.
     """
     secured(security, several_hosts=True)
     return CoordinatorAccess(coordinator, next(iter(security.tokens()), ""))

@@ -3,7 +3,7 @@
 They are separate programs, started by `exec`, and drain when the thread that started them has ended, even
 by kill -9 (see `host.children`).
 
-Owns: the processes. Refuses: to announce them to the other workers; the caller does.
+Owns: the processes. Refuses: to announce them to the other workers (the caller does).
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class EmbeddedServices:
         shards: the ranks of the shard servers to start here.
         num_shards: shard servers of the job, here and elsewhere.
         coordinator: "host:port" of the job's coordinator, if it runs elsewhere; empty = start it, too.
-        host: address to listen on; beyond loopback, `security` must allow it.
+        host: address to listen on. Beyond loopback, `security` must allow it.
         advertise: the name by which other hosts reach this one; empty = `host`.
         security: of the services; None = by a random secret.
-        environment: of this process; the services get it, with changes.
-        start_timeout_s: seconds that starting may take.
+        environment: of this process. The services get it, with changes.
+        start_timeout_s: most seconds for starting.
 
     Attributes:
         address: "host:port" of the coordinator.
-        security: what a client presents.
+        security: the credentials that a client presents.
 
     Raises:
         ConfigurationError: they would be open to the network without TLS, and `security.insecure` is not set.
-        Broken: a service ended, or did not listen in time; its output is on standard error.
+        Broken: a service ended, or did not listen in time. Its output is on standard error.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EmbeddedServices:
             raise
 
     def close(self, grace_s: float = _DRAIN_S) -> None:
-        """End all of them, the shard servers first. Harmless when repeated."""
+        """End all of them, the shard servers first. Repeated calls do nothing."""
         while self._children:
             self._children.pop().end((signal.SIGTERM, grace_s))
 
@@ -130,7 +130,7 @@ def roots_of_shards(host: str, security: Security, environment: Mapping[str, str
 
 
 def _ready_line(child: Child, deadline: float) -> str:
-    """Wait for a child to listen; returns its address."""
+    """Wait for a child to listen, and return its address."""
     if not (line := child.ready_line(deadline)):
         raise Broken(f"the embedded {child.name} ended, or did not listen in time; what it wrote is on standard error")
     return line.partition(" ")[0]  # the URL of an HTTP endpoint may follow

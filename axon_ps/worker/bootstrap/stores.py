@@ -3,8 +3,8 @@
 Note: [Whose MASTER_ADDR is]
     `MASTER_ADDR` and `MASTER_PORT` name torch's store, here as for `init_process_group`: torchrun's agent serves it
     (`TORCHELASTIC_USE_AGENT_STORE`), else the worker of rank 0 does. They never name our coordinator:
-    `AXON_PS_COORDINATOR` does, and with it no store is needed. Without either, the workers must be on one host, whose
-    kernel is the store (`local_store`), or be a step of Slurm's: rank 0 is on the first node of a step.
+    `AXON_PS_COORDINATOR` does, and with it no store is needed. Without either, the workers must be on one host (see
+    `local_store`), or be a step of Slurm's, whose rank 0 is on the first node.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def open_store(env: Mapping[str, str], launch: LaunchInfo, number: int, timeout_
 
     Args:
         env: the process's environment.
-        launch: which worker this is.
-        number: how many jobs the workers have formed before; every job has its own keys.
-        timeout_s: how long the store may take to answer, in seconds.
+        launch: this worker's rank and launcher.
+        number: number of jobs that the workers have formed before. Every job has its own keys.
+        timeout_s: most seconds until the store answers.
 
     Raises:
-        ConfigurationError: there is no store; the message says what to set.
+        ConfigurationError: there is no store. The message says what to set.
         Unreachable: there is no server at its address.
     """
     if launch.launcher is None or launch.rank < 0 or not launch.world_size:
@@ -87,5 +87,5 @@ def master_of(env: Mapping[str, str], launch: LaunchInfo) -> str:
 def first_host(nodes: str) -> str:
     """Return the first of a Slurm list of hosts: "gpu03" of "gpu[03-05,9],login1"."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", nodes)
-    assert match is not None  # it may match nothing at all
+    assert match is not None  # the pattern matches the empty text, too
     return "".join(group or "" for group in match.groups())

@@ -1,6 +1,6 @@
 """torch's own store, for workers to find each other: torchrun's agent serves it, or the worker of rank 0 does.
 
-torch is loaded only when it is needed. If `MASTER_ADDR` names its store, torch is installed.
+torch is loaded only when it is needed. It must be installed if `MASTER_ADDR` names its store.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _logger = logging.getLogger(__name__)
 
 
 def torch_store(address: str, launch: LaunchInfo, prefix: str, timeout_s: float) -> Store:
-    """Connect to torch's store, or serve it, exactly as `init_process_group` does; the two can share it.
+    """Connect to torch's store, or serve it, exactly as `init_process_group` does. The two can share it.
 
     Args:
         address: "host:port".
-        launch: which worker this is.
+        launch: this worker's rank and launcher.
         prefix: of our keys.
-        timeout_s: how long connecting may take, in seconds; on a rank 0 that serves, until all others are connected.
+        timeout_s: most seconds for connecting; on a rank 0 that serves, until all others are connected.
 
     Raises:
         ConfigurationError: torch is not installed.

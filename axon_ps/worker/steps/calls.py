@@ -1,4 +1,4 @@
-"""The running calls to shard servers about one model; an event that makes a call pointless ends it."""
+"""The running calls to shard servers about one model. They are cancelled once they cannot succeed any more."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class ModelCalls:
-    """Runs calls on the background loop; all but `context` is used on the loop's thread.
+    """Runs calls on the background loop. All methods but `context` are called on the loop's thread.
 
     Args:
         coordinator: gives the context of a call.
-        view: what this worker knows of the model.
+        view: this worker's view of the model.
         trace: the spans of its steps.
     """
 
@@ -49,16 +49,18 @@ class ModelCalls:
         generation: int | None = None,
         retried: bool = False,
     ) -> T:
-        """Run a call until the session fails or the model is released; a time-out names members that the job waits for.
+        """Run a call, and cancel it if the session fails or the model is released.
+
+        The message of a time-out names members that the job waits for.
 
         Args:
             call: starts it; is given its span, if it is traced.
-            what: describes it in traces; None = it is not part of a step.
-            epoch: it ends, too, when the parameters are no longer those of this epoch; None = of any. (A request for a
-                version from before a restore could wait for ever: it may never exist again.)
-            generation: it ends, too, when another generation begins; None = it does not.
-            retried: whether the caller retries it after a restore. A server may learn of a restore before this worker:
-                the call then ends only when this worker knows of it, so that the retry requests the new epoch.
+            what: its description in traces; None = it is not part of a step.
+            epoch: the call is also cancelled when the parameters are no longer those of this epoch; None = it is not.
+                (A request for a version from before a restore might never be answered.)
+            generation: the call is also cancelled when another generation begins; None = it is not.
+            retried: True if the caller retries it after a restore. A server may learn of a restore before this worker.
+                Then the call ends only when this worker knows of it, so that the retry requests the new epoch.
 
         Raises:
             StepAborted: the parameters were replaced.
@@ -88,7 +90,7 @@ class ModelCalls:
             self._running.pop(task, None)
 
     def end_stale(self) -> None:
-        """Cancel the calls that cannot succeed any more; call it after an event was applied to the view."""
+        """Cancel the calls that cannot succeed any more. Call it after an event was applied to the view."""
         view = self._view
         over = view.released or view.job.failure is not None
         now = view.job.known and view.job.known.generation

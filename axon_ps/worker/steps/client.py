@@ -4,8 +4,8 @@ A step begins with a *ticket* (generation, step, replica, number of replicas). T
 gradient of the step is pushed, and used for all of the step. The step ends with a vote, which blocks until the
 decision. Gathers and pushes run on the background loop and return `Work` handles.
 
-Invariant: when the membership changes, the ticket is void: its pushes are dropped and the vote returns an aborted
-decision without being sent.
+Invariant: when the membership changes, the ticket is void. Its pushes are dropped, and no vote is sent: `vote` returns
+an aborted decision.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class StepClient:
     """The steps of one model; thread-safe.
 
     Args:
-        loop: the background loop that everything runs on.
-        coordinator: the joined session; its events about the model must be passed to `on_event`.
+        loop: the background loop for all calls.
+        coordinator: the joined session. Its events about the model must be passed to `on_event`.
         shards: the connections to the shard servers, for this model.
         job: the job's members.
         model: number of the model.
 
     Attributes:
-        view: what this worker knows of the model.
+        view: this worker's view of the model.
         parameters: gathers them.
         gradients: pushes them.
         trace: the spans of its steps.
@@ -70,7 +70,7 @@ class StepClient:
         self.gradients = Gradients(loop, shards, self.view, self._calls, self.trace)
 
     def on_event(self, event: Event) -> None:
-        """Apply one event of the session, in order, on the loop's thread; a membership after `JobView` has it."""
+        """Apply one event of the session, in order, on the loop's thread. `JobView` must have a membership before."""
         view = self.view
         with view.job.changed:
             if isinstance(event, Decision):
@@ -141,7 +141,7 @@ class StepClient:
 
     @property
     def vote_requested(self) -> bool:
-        """True if others wait in `attempt`, with a quorum of `LocalSteps`: this worker should join it."""
+        """True if others wait in `attempt`, with a quorum of `LocalSteps`, and this worker should join it."""
         return self.view.requested_attempt == self.attempt
 
     def ticket(self, began: tuple[int, int] | None = None, dealt: int | None = None) -> Ticket:
@@ -173,7 +173,7 @@ class StepClient:
         )
 
     def copy_from(self, source: StepClient, weight: float) -> Decision:
-        """Set the model to (1 - weight) * its values + weight * another's, in a step; every worker calls it.
+        """Set the model to (1 - weight) * its values + weight * another's, in a step. Every worker calls it.
 
         Args:
             source: the client of the other model.
@@ -185,7 +185,7 @@ class StepClient:
         Raises:
             InvalidRequest: the models are not sharded alike, or replicas of one of them step asynchronously.
             Misuse: one of them is not registered here, or was released.
-            Timeout: no decision came; the step may still commit.
+            Timeout: no decision came. The step may still commit.
         """
         mine, theirs = self.view, source.view
         mine.check_released()
@@ -217,8 +217,8 @@ class StepClient:
     ) -> Decision:
         """Report that this worker pushes nothing else, and wait for the pushes and the decision.
 
-        The vote is sent before the pushes have ended: a server does not report a push that has not arrived. So the
-        decision comes one round trip after the last push, and not two.
+        The vote is sent before the pushes have ended. The step is still not decided before the servers report that they
+        have all pushes. So the decision comes one round trip after the last push, and not two.
 
         Args:
             ticket: the step.
@@ -226,20 +226,20 @@ class StepClient:
             max_norm: global L2 norm to clip to; 0 = do not clip.
             hyper: per parameter group, this step's hyperparameters.
             copy: the copy from another model; None = the step takes gradients.
-            commit: values to commit with the step, by name; every worker gives the same.
-            weight: the factor of the pushes: the step takes the sum of all pushes, divided by the sum of all workers'
-                weights. None = the factor is 1 / number of replicas, on all workers.
+            commit: values to commit with the step, by name. Every worker gives the same.
+            weight: the factor of the pushes. The sum of all pushes is divided by the sum of all workers' weights. None
+                = the factor is 1 / number of replicas, on all workers.
             untouched: numbers in the layout of trainable parameters that this worker has no gradient of. A parameter
                 stays as it is if no worker has a gradient of it.
-            withdrawn: the pushes must not count: the step is aborted for all, once all have voted.
-            optimizer: replaces the model's with this step; every worker gives the same. None = it stays.
+            withdrawn: True = the pushes do not count. The step is aborted for all, once all have voted.
+            optimizer: replaces the model's with this step. Every worker gives the same. None = it stays.
 
         Returns:
             The decision; an abort when the membership changed meanwhile. By then this worker has received the
             generation that the next attempt runs in.
 
         Raises:
-            Timeout: no decision came; the step may still commit.
+            Timeout: no decision came. The step may still commit.
             AxonError: a push failed for another reason than a membership change.
         """
         view, job, stepping = self.view, self.view.job, self.view.stepping
@@ -353,7 +353,7 @@ class StepClient:
                 )
 
     def _stragglers(self) -> str:
-        """Return the members that the current step waits for, by the coordinator; empty if it does not reply."""
+        """Return the members that the current step waits for; empty if the coordinator does not reply."""
         try:
             pending = self._loop.run(self._coordinator.status(_STATUS_TIMEOUT_S), _STATUS_TIMEOUT_S).pending
         except AxonError:
@@ -362,11 +362,11 @@ class StepClient:
 
 
 def _why_not(view: ModelView, ticket: Ticket) -> str:
-    """Return why there is nothing to vote on; if members are missing, wait until the members have changed."""
+    """Return why there is nothing to vote on. If members are missing, wait until the members have changed."""
     job = view.job
     if not view.valid(ticket):
         return ticket.why_void or "the membership changed"
-    # No attempt is in progress; the reason names the missing members.
+    # No attempt is in progress. The reason names the missing members.
     reason = f"the job was waiting for {view.membership.waiting_for}"
     job.wait_until(
         lambda: None if view.valid(ticket) else True,

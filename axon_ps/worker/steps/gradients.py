@@ -20,9 +20,9 @@ class Gradients:
     """The gradients of a model, unit by unit; thread-safe.
 
     Args:
-        loop: the background loop that everything runs on.
+        loop: the background loop for all calls.
         shards: the connections to the shard servers, for this model.
-        view: what this worker knows of the model.
+        view: this worker's view of the model.
         calls: those of this model.
         trace: the spans of its steps.
     """
@@ -58,7 +58,7 @@ class Gradients:
             ticket: the step it belongs to.
             done: called on the loop's thread when the buffer is free again, however it ended.
             begin: first element; must begin a chunk. Other workers of the replica push the rest.
-            end: one past the last; must end a chunk; None = the unit's end.
+            end: one past the last, at the end of a chunk; None = the unit's end.
 
         After an error: the step cannot commit; `StepClient.vote` returns an abort.
         """

@@ -21,9 +21,9 @@ class Parameters:
     """The parameters of a model, unit by unit; thread-safe.
 
     Args:
-        loop: the background loop that everything runs on.
+        loop: the background loop for all calls.
         shards: the connections to the shard servers, for this model.
-        view: what this worker knows of the model.
+        view: this worker's view of the model.
         calls: those of this model.
         trace: the spans of its steps.
 
@@ -48,12 +48,12 @@ class Parameters:
         Args:
             unit: its number.
             values: f32[unit_numel].
-            epoch: how often the model has been restored: 0, unless other values are replaced by these.
+            epoch: the epoch that begins with the values; 0 for the model's first ones.
 
         Raises:
             MemberLost: this worker is not a member any more.
 
-        After an error: some slices may be stored; uploading again is harmless.
+        After an error: some slices may be stored. Upload the values again.
         """
         self._loop.run(self._upload(unit, values, epoch), self._view.job.timeout_s)
 
@@ -66,7 +66,7 @@ class Parameters:
     def gather(
         self, unit: int, out: Array, *, begin: int = 0, end: int | None = None, exact: bool = False
     ) -> LoopWork[int]:
-        """Fill `out` with the unit at this worker's version or later; its element type is the wire dtype.
+        """Fill `out` with the unit at this worker's version or later, in the wire dtype.
 
         Args:
             unit: its number.
@@ -105,7 +105,7 @@ class Parameters:
         This needs no message. The memory must not be read after this worker's next vote.
 
         Raises:
-            Misuse: the model was released; the servers may still have its memory.
+            Misuse: the model was released, although the servers may still have its memory.
         """
         with self._view.job.changed:
             self._view.check_released()
@@ -126,8 +126,8 @@ class Parameters:
             dtype: the wanted dtype.
 
         Returns:
-            A handle; its result is None if the unit must be gathered (see `Mappings.map`). It must not be
-            read after this worker's next vote.
+            A handle; its result is None if the unit must be gathered (see `Mappings.map`). The memory must not be read
+            after this worker's next vote.
         """
         with self._view.job.changed:
             epoch, version = self._view.epoch, self._view.version_of(unit)
@@ -158,7 +158,7 @@ class Parameters:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes to gather, and to push, beyond those that are needed now, so that a long line is busy."""
+        """Bytes to gather, and to push, beyond those needed now, so that connections of high latency are used fully."""
         return self._shards.lines.in_flight_bytes
 
     def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
@@ -186,10 +186,10 @@ class Parameters:
             end: one past the last element wanted; None = the unit's end.
 
         Returns:
-            A handle; the values gathered are the next version's only if the decision is a commit with clip factor 1 and
+            A handle. The values gathered are the next version's only if the decision is a commit with clip factor 1 and
             these hyperparameters.
 
-        After an error: the content of `out` is undefined; gather the unit in the ordinary way.
+        After an error: the content of `out` is undefined. Gather the unit in the ordinary way.
         """
         epoch = self._view.epoch
         gather = partial(

@@ -1,6 +1,6 @@
 """The spans of a worker's steps of one model, and the durations of their parts.
 
-A step begins where the step before it ended, since its batch is drawn then, and ends with its decision. The gathers,
+A step begins when the step before it has ended, since its batch is drawn then, and ends with its decision. The gathers,
 pushes and vote in between are within it.
 """
 
@@ -37,14 +37,14 @@ class UnitCall:
 
 
 class StepTrace:
-    """The spans of this worker's steps of a model, for any thread; while the tracer is inactive, spans cost one test.
+    """The spans of this worker's steps of a model; thread-safe. While the tracer is inactive, a span costs one test.
 
     Args:
         session: has this worker's tracer, and the id of the job's state.
-        view: what this worker knows of the model.
+        view: this worker's view of the model.
 
     Attributes:
-        seconds: the durations of gathers, pushes, votes and steps, whether sampled or not.
+        seconds: the durations of gathers, pushes, votes and steps, also of those not sampled.
     """
 
     def __init__(self, session: CoordinatorClient, view: ModelView) -> None:
@@ -68,7 +68,7 @@ class StepTrace:
             return self._span
 
     def ticket(self, ticket: Ticket) -> None:
-        """Note the step's ticket; if members changed since the step began, it goes on as another attempt."""
+        """Note the step's ticket. If members changed since the step began, it is traced further as another attempt."""
         if ticket.is_void or not self._tracer.active:
             return
         with self._view.job.changed:
@@ -95,7 +95,7 @@ class StepTrace:
             )
 
     def failed(self, error: BaseException) -> None:
-        """End the step with an error; it is not known whether it counts."""
+        """End the step with an error. The step may still have committed."""
         with self._view.job.changed:
             self._end(error)
 
@@ -126,7 +126,7 @@ class StepTrace:
 
     @contextmanager
     def timed(self, call: UnitCall) -> Iterator[Span | None]:
-        """Measure a call to the servers; its step may be over when the call ends."""
+        """Measure a call to the servers. Its step may be over when the call ends."""
         began_s, span = time.perf_counter(), None
         if call.step is not None:
             span = self._tracer.begin(
@@ -144,7 +144,7 @@ class StepTrace:
                 self._tracer.end(span, error)
 
     def begin(self, name: str) -> Span | None:
-        """Begin a part of the step that ends elsewhere; give it to `end`."""
+        """Begin a part of the step. Pass the span to `end`."""
         step = self.current
         return None if step is None else self._tracer.begin(name, step.context)
 
@@ -154,7 +154,7 @@ class StepTrace:
             self._tracer.end(span, error)
 
     def mapped(self, unit: int, size_bytes: int) -> None:
-        """Trace a unit that needed no message: it was in memory that a server of this host writes."""
+        """Trace a unit that needed no message, since it was in memory that a server of this host writes."""
         step = self.current
         if step is not None:
             name = self._name(unit)
@@ -163,7 +163,7 @@ class StepTrace:
             )
 
     def _begin(self, generation: int, step: int) -> None:
-        """Decide whether the step is sampled, and begin its span if so, under `JobView.changed`."""
+        """Begin the step's span if the step is sampled, under `JobView.changed`."""
         view, self._attempt = self._view, (generation, step)
         me = view.job.member_in(view.job.membership)
         if me is None or not self._tracer.samples(step, view.stepping.next_attempt):

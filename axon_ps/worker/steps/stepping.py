@@ -6,8 +6,8 @@
 Note: [Origin]
     The *origin* of an asynchronous step is (generation, version) when this worker first reads it in the step. Every
     gather until the next step requests that version or a later one. Parameters that stay unsharded do not change, so
-    backward sees the values that forward saw. A step that was begun in another generation than the present one cannot
-    commit; its ticket is void.
+    backward reads the values that forward read. A step that was begun in another generation than the present one cannot
+    commit. Its ticket is void.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from axon_ps.types import Decision, Membership, Outcome
 from axon_ps.worker.steps.ticket import Ticket
 
 _MAX_DECISIONS = 16
-"""Decisions that are kept: after a reconnect several come at once, and a vote cast before it waits for an early one."""
+"""Number of decisions stored. After a reconnect several come at once, and this worker may need an early one of them."""
 
 
 class SynchronousSteps:
@@ -48,7 +48,7 @@ class SynchronousSteps:
 
     @property
     def replica(self) -> int:
-        """The replica whose step it is; -1 = that of all."""
+        """The replica whose step it is; -1 = a step of all."""
         return -1
 
     def begin(self, generation: int, step: int, replica: int) -> None:
@@ -84,18 +84,18 @@ class SynchronousSteps:
         return decision if decision is not None and decision.generation == ticket.generation else None
 
     def voter(self, ticket: Ticket) -> int | None:
-        """Return the replica whose step a vote is for; None = that of all."""
+        """Return the replica whose step a vote is for; None = a step of all."""
         return None
 
     def end_step(self) -> None:
-        """End the current step: it is over, or the parameters were replaced."""
+        """End the current step, which is over, or whose parameters were replaced."""
 
     def may_proceed(self, generation: int) -> bool:
         """Return True if the next step may begin, or the generation in which we wait is over."""
         return True
 
     def why_waiting(self) -> str:
-        """Return the reasons why `may_proceed` waits, for an error."""
+        """Return the reason for which `may_proceed` returns False, for an error."""
         return ""
 
     def statistics(self) -> dict[str, float]:
@@ -112,7 +112,7 @@ class Origin:
 
 
 class AsynchronousSteps:
-    """Each replica's gradient is a step of its own; see `SynchronousSteps` for what the methods mean.
+    """Each replica's gradient is a step of its own; see `SynchronousSteps` for the methods.
 
     `clock` and `slowest` start again at 0 with every generation.
 
@@ -144,7 +144,7 @@ class AsynchronousSteps:
 
     @property
     def next_attempt(self) -> int:
-        """One more than the newest that this worker knows of."""
+        """One more than the newest decided attempt that this worker knows of."""
         return self._next
 
     @property
@@ -171,11 +171,11 @@ class AsynchronousSteps:
             self._decision = decision
 
     def acknowledges(self, decision: Decision) -> bool:
-        """Return False: others need not have made a step."""
+        """Return False, since others need not have made a step."""
         return False
 
     def origin(self, latest: int) -> Origin:
-        """Return the origin of the current step; the first call of a step fixes it to version `latest`."""
+        """Return the origin of the current step. The first call of a step fixes it to version `latest`."""
         if self._origin is None:
             self._origin = Origin(self._generation, latest)
         return self._origin

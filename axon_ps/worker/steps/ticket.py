@@ -12,7 +12,7 @@ NO_GENERATION = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """Identifies one step attempt of this worker: all its pushes carry it."""
+    """The identification of one step attempt of this worker, which is sent with all its pushes."""
 
     generation: int
     step: int

@@ -3,8 +3,8 @@
 Owns the waits for changes of these. Refuses: data, messages. The members of the job, and the lock, are in the `JobView`
 that all models share.
 
-Invariant: the version moves only by an event of the session or a registration, never by the result of a gather; where
-replicas step asynchronously, only at the end of a step of ours (`stepping`).
+Invariant: the version changes only by an event of the session or a registration, never by the result of a gather. Where
+replicas step asynchronously, it changes only between two steps of ours (`stepping`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelView:
         name: name of the model in the job, once it was registered here.
         spec: the layout with which it was registered here.
         stepping: the order of its replicas' steps, and this worker's progress in it.
-        released: whether the model has been released.
+        released: True if the model has been released.
         asked_epoch: the newest epoch that this worker requested, or waited for.
         requested_attempt: (generation, step) of the newest attempt that others wait in, with a quorum of `LocalSteps`.
     """
@@ -77,13 +77,13 @@ class ModelView:
 
     @property
     def version(self) -> int:
-        """Committed steps, as this worker knows it; with asynchronous steps, the version its step is computed from."""
+        """Committed steps that this worker knows of; with asynchronous steps, the version its step is computed from."""
         with self.job.changed:
             return self.stepping.version(self._version)
 
     @property
     def latest_version(self) -> int:
-        """Committed steps of the model, as this worker knows it."""
+        """Committed steps of the model that this worker knows of."""
         return self._version
 
     @property
@@ -105,7 +105,7 @@ class ModelView:
 
     @property
     def epoch(self) -> int:
-        """The number of times that the model was restored; a change makes every copy of its parameters stale."""
+        """The number of times that the model was restored. A change makes every copy of its parameters stale."""
         return self._state.epoch if self._state else 0
 
     @property
@@ -196,7 +196,7 @@ class ModelView:
         return True if state is not None and state.epoch >= epoch and (state.initialized or not initialized) else None
 
     def wait_epoch_or_generation(self, epoch: int, generation: int, timeout_s: float) -> None:
-        """Block until the parameters are being replaced for the `epoch`. time, or the membership has changed.
+        """Block until the parameters are being replaced for the `epoch`-th time, or `generation` has begun.
 
         Raises:
             Timeout: neither happened.
@@ -242,7 +242,7 @@ class ModelView:
             shard server may have been replaced.
 
         Raises:
-            Timeout: they do not; usually because the rank that uploads has died.
+            Timeout: they do not, usually because the rank that uploads has died.
             Busy: one has no memory for it.
             Misuse: the model was released.
         """

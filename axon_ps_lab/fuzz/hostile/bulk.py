@@ -1,4 +1,4 @@
-"""Hostile bulk connections: what no client of ours would send to the port that RPC `Open` names.
+"""Hostile bulk connections: they send bytes that no client of ours would send to the port of RPC `Open`.
 
 Each kind is a coroutine that misbehaves for a bounded time and leaves, as in `http2`. Some show the capability
 of the job, as a member that has gone bad would, others none.
@@ -34,8 +34,8 @@ class Bulk:
     """The grant of a server.
 
     Attributes:
-        port: where it takes bulk connections.
-        capability: for them; of the job.
+        port: the port of its bulk connections.
+        capability: the capability for them.
     """
 
     port: int
@@ -54,13 +54,13 @@ def hello(bulk: Bulk, entropy: Entropy, path: str = "") -> bytes:
 
 
 async def nothing(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """Says nothing, or not much, and stays for a while."""
+    """Send nothing, or a part of a hello, and stay for a while."""
     await c.send(hello(bulk, entropy)[: entropy.pick((0, 1, 4, 5, 9, 40))])
     await asyncio.sleep(entropy.pick((LINGER_S, LINGER_S, SLOW_S)))
 
 
 async def slow_hello(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """A byte now and then."""
+    """Send a byte now and then."""
     data = hello(bulk, entropy)
     for at in range(4):
         await c.send(data[at : at + 1])
@@ -68,7 +68,7 @@ async def slow_hello(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None
 
 
 async def stranger(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """Has no capability, or almost one."""
+    """Show no capability, or an almost right one."""
     capability = entropy.pick((b"", entropy.data(32), bulk.capability[:-1], bulk.capability + b"\0", entropy.data(900)))
     await c.send(
         frame(FrameKind.HELLO, bulk_pb2.BulkHello(capability=capability, method=STREAMING[0]).SerializeToString())
@@ -78,7 +78,7 @@ async def stranger(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
 
 
 async def no_hello(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """Begins with something else: another frame, another protocol, a frame longer than any hello, anything."""
+    """Begin with another frame, another protocol, a frame longer than any hello, or random bytes."""
     begins = (
         frame(entropy.pick((FrameKind.MESSAGE, FrameKind.END, FrameKind.STATUS, 4, 255)), hello(bulk, entropy)),
         frame(FrameKind.HELLO, entropy.data(entropy.below(200))),
@@ -92,13 +92,13 @@ async def no_hello(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
 
 
 async def wrong_method(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """Calls a method that is not a streaming call of this server, and sends messages all the same."""
+    """Call a method that is not a streaming call of this server, and send messages all the same."""
     await c.send(hello(bulk, entropy, entropy.pick(OTHERS) or "/"), frame(FrameKind.MESSAGE, entropy.data(100)))
     await c.drained(LINGER_S)
 
 
 async def wrong_frames(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """Frames that may not come: of other kinds, too long, after the end, empty ones, many."""
+    """Send frames that are not allowed: of other kinds, too long, after the end, empty, or too many."""
     pool = (
         frame(FrameKind.HELLO, b"x"),
         frame(FrameKind.STATUS, b"x"),
@@ -115,7 +115,7 @@ async def wrong_frames(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> No
 
 
 async def large_garbage(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """A message whose size is about `LARGE_BYTES` or more, with anything in it; some are not sent whole."""
+    """Send a message of about `LARGE_BYTES` or more with random content, or only half of it."""
     size = entropy.pick((LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, 1 << 20))
     body = entropy.data(64) + bytes(size - 64)
     await c.send(hello(bulk, entropy), frame(FrameKind.MESSAGE, body)[: entropy.pick((size // 2, size + HEAD.size))])
@@ -123,7 +123,7 @@ async def large_garbage(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> N
 
 
 async def announced(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """Announces the largest message there may be, which comes byte by byte."""
+    """Announce the largest message that is allowed, and send it byte by byte."""
     await c.send(hello(bulk, entropy), frame(FrameKind.MESSAGE, b"", MAX_MESSAGE_BYTES))
     for _ in range(4):
         await asyncio.sleep(SLOW_S / 4)
@@ -131,13 +131,13 @@ async def announced(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
 
 
 async def unread(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """Asks again and again, and reads nothing."""
+    """Send requests again and again, and read nothing."""
     await c.send(hello(bulk, entropy), *[frame(FrameKind.MESSAGE, entropy.data(8))] * entropy.pick((10, 5000)))
     await asyncio.sleep(entropy.pick((LINGER_S, SLOW_S)))
 
 
 async def half_open(c: HostileConnection, bulk: Bulk, entropy: Entropy) -> None:
-    """Ends its own half and listens."""
+    """End this side's half of the connection, and read."""
     await c.send(hello(bulk, entropy))
     c.writer.write_eof()
     await c.drained(LINGER_S)
@@ -153,7 +153,7 @@ ATTACKS: Final[tuple[Attack, ...]] = (
 async def attack(bulk: Bulk, entropy: Entropy) -> str:
     """Open one hostile connection; returns the name of its kind."""
     kind = entropy.pick(ATTACKS)
-    with contextlib.suppress(OSError, TimeoutError):  # the server has ended it, which is its right
+    with contextlib.suppress(OSError, TimeoutError):  # the server may end it
         async with connected(bulk.port, "") as connection:
             await kind(connection, bulk, entropy)
     return f"bulk_{kind.__name__}"

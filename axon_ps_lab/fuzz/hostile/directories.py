@@ -1,9 +1,9 @@
 """Hostile checkpoint directories, grown from real ones: their bytes, JSON, headers of tensors, and files.
 
-Half of them are made to fit again: hashes and sizes in the manifest, and the manifest's own hash, are those of the
-files there, so that they pass every comparison and are judged by their contents.
+In half of them the hashes and sizes in the manifest, and its own hash, are made to fit the files. Such directories pass
+every comparison, and only their contents are wrong.
 
-Owns: the content. Refuses: to know who reads it. A `Directory` is written to disk, and to a finding's file.
+Owns: the content. Refuses: to know its readers. A `Directory` is written to disk, and to a finding's file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TIMES: Final = (
 _DEEP: Final = ("[" * 100_000, '{"a":' * 100_000, "[" * 300 + "]" * 300, "[" * 200 + "]" * 200)
 _WIDE: Final = ("[" + "0," * 300_000 + "0]", "[" + "[]," * 1_000_000 + "[]]", '"' + "x" * 1_000_000 + '"')
 _RAW: Final = "@raw {}@"
-"""In JSON, the place of text that `json` would not write."""
+"""In JSON, a placeholder for text that `json` would not write."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Directory:
     """A directory.
 
     Attributes:
-        name: what it is called, in the directory of checkpoints.
+        name: its name in the directory of checkpoints.
         files: by name, their content; or one of `KINDS`.
     """
 
@@ -129,7 +129,7 @@ def _put(path: Path, kind: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, whatever is in it."""
+    """Remove a directory with all its content."""
     shutil.rmtree(path)
 
 
@@ -164,7 +164,7 @@ class Directories:
 
 
 def fit(files: dict[str, bytes | str]) -> None:
-    """Give the manifest the sizes and hashes of what is there, and its own hash, as far as it can be read."""
+    """Give the manifest the sizes and hashes of the files, and its own hash, as far as it can be read."""
     text = files.get(MANIFEST)
     if not isinstance(text, bytes):
         return
@@ -313,7 +313,7 @@ def _change_header(files: dict[str, bytes | str], entropy: Entropy) -> None:
     elif kind == 4 and len(tensors) > 1:  # tensors exchange their names
         one, other = entropy.pick(tensors), entropy.pick(tensors)
         header[one], header[other] = header[other], header[one]
-    elif kind == 5 and tensors:  # one more, or one less, of which the data knows nothing
+    elif kind == 5 and tensors:  # a tensor is renamed, and its data stays
         key = entropy.pick(tensors)
         header[entropy.pick((*TEXTS, "0.0.updates", "9.9.param", "tree"))] = dict(header.pop(key))
     elif kind == 6 and entropy.once_in(4):
@@ -392,7 +392,7 @@ def _change_bytes(files: dict[str, bytes | str], entropy: Entropy) -> None:
     name = MANIFEST if MANIFEST in names and entropy.once_in(3) else entropy.pick(names)
     content = bytearray(files[name])  # type: ignore[arg-type]
     for _ in range(1 + entropy.below(3)):
-        # half of them in the first bytes, where a file says what it is
+        # half of the changes are in the first bytes, where a file has its format
         at = entropy.below(min(len(content), 300) if entropy.once_in(2) else len(content)) if content else 0
         kind = entropy.below(6)
         if kind == 0 and content:

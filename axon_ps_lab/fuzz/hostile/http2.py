@@ -1,4 +1,4 @@
-"""Hostile connections to a gRPC server: what no client of gRPC's would send.
+"""Hostile connections to a gRPC server: they send bytes that no client of gRPC's would send.
 
 Each kind is a coroutine that misbehaves on a connection for a bounded time. A connection that the server neither
 answers nor ends is not a finding: the server's health is checked separately. Frames are built with hyperframe and
@@ -45,10 +45,10 @@ PATHS: Final = (
     "/nowhere/Nothing",
 )
 LINGER_S: Final = 0.05
-"""Seconds that a connection that says no more stays."""
+"""Seconds for which a connection stays open after its last bytes."""
 
 SLOW_S: Final = 1.5
-"""Seconds that a slow one takes for a few bytes."""
+"""Seconds that a slow connection takes for a few bytes."""
 
 CONNECT_S: Final = 5.0
 
@@ -57,8 +57,8 @@ class HostileConnection:
     """A raw connection.
 
     Args:
-        reader: of asyncio's.
-        writer: of asyncio's.
+        reader: a reader of asyncio.
+        writer: a writer of asyncio.
         token: the job's; empty = the attacker has none.
     """
 
@@ -90,7 +90,7 @@ class HostileConnection:
                 *token,
                 *more,
             ],
-            huffman=False,  # which takes hpack minutes for large values
+            huffman=False,  # Huffman coding takes hpack minutes for large values
         )
 
     def call(self, stream: int, path: str, *, end: bool = False) -> Frame:
@@ -123,7 +123,7 @@ Attack = Callable[[HostileConnection, Entropy], Awaitable[None]]
 
 
 async def rapid_reset(c: HostileConnection, entropy: Entropy) -> None:
-    """Calls that are reset as soon as they are made."""
+    """Make calls, and reset each at once."""
     await c.begin()
     frames: list[bytes | Frame] = []
     for stream in range(1, 2 * entropy.pick((5, 50, 200)), 2):
@@ -133,28 +133,28 @@ async def rapid_reset(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def calls_without_end(c: HostileConnection, entropy: Entropy) -> None:
-    """Many streams that never send a message."""
+    """Open many streams that never send a message."""
     await c.begin()
     await c.send(*(c.call(stream, entropy.pick(PATHS)) for stream in range(1, 2 * entropy.pick((5, 100, 300)), 2)))
     await c.drained(LINGER_S)
 
 
 async def settings_flood(c: HostileConnection, entropy: Entropy) -> None:
-    """Settings, again and again, without reading an answer."""
+    """Send settings again and again, without reading an answer."""
     await c.begin()
     await c.send(*[SettingsFrame(0, settings={3: 100, 4: entropy.bits(31)})] * entropy.pick((10, 100, 1000)))
     await asyncio.sleep(LINGER_S)
 
 
 async def ping_flood(c: HostileConnection, entropy: Entropy) -> None:
-    """Pings, faster than any client needs."""
+    """Send pings, faster than any client needs."""
     await c.begin()
     await c.send(*[PingFrame(0, b"12345678")] * entropy.pick((10, 1000, 3000)))
     await asyncio.sleep(LINGER_S)
 
 
 async def bad_settings(c: HostileConnection, entropy: Entropy) -> None:
-    """Settings that are out of range, unknown, of a stream, or not whole."""
+    """Send settings that are out of range, unknown, of a stream, or incomplete."""
     await c.send(PREFACE)
     values = {
         entropy.pick((1, 2, 3, 4, 5, 6, 99)): entropy.pick((0, 1, 2, 16383, 1 << 24, (1 << 31) - 1, (1 << 32) - 1))
@@ -168,7 +168,7 @@ async def bad_settings(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def oversized_headers(c: HostileConnection, entropy: Entropy) -> None:
-    """Headers far above every limit, in one block."""
+    """Send headers far above every limit, in one block."""
     await c.begin()
     size = entropy.pick((20_000, 70_000, 140_000, 1_000_000))
     block = c.headers(entropy.pick(PATHS), ("x-large", "a" * size))
@@ -177,7 +177,7 @@ async def oversized_headers(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def many_headers(c: HostileConnection, entropy: Entropy) -> None:
-    """Thousands of small headers, and a compression bomb: one large one, referred to again and again."""
+    """Send thousands of small headers, and a compression bomb: a large header that is referred to again and again."""
     await c.begin()
     block = c.headers(entropy.pick(PATHS), *((f"x-{i % 50}", "b" * 60) for i in range(entropy.pick((100, 3000)))))
     bomb = c.encoder.encode([("x-bomb", "c" * 3900)], huffman=False) + bytes((0x80 | 62,)) * entropy.pick(
@@ -188,7 +188,7 @@ async def many_headers(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def continuation_flood(c: HostileConnection, entropy: Entropy) -> None:
-    """Continuation frames without an end; some of them are empty."""
+    """Send continuation frames without an end; some attacks send empty ones."""
     await c.begin()
     header = c.encoder.encode([("x-part", "d" * 50)])
     body = b"" if entropy.below(2) else header
@@ -198,7 +198,7 @@ async def continuation_flood(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def slow_headers(c: HostileConnection, entropy: Entropy) -> None:
-    """A byte now and then."""
+    """Send a byte now and then."""
     data = PREFACE + SettingsFrame(0).serialize() + c.call(1, entropy.pick(PATHS)).serialize()
     cut = entropy.below(len(data))
     await c.send(data[:cut])
@@ -208,7 +208,7 @@ async def slow_headers(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def slow_body(c: HostileConnection, entropy: Entropy) -> None:
-    """A call whose message is announced as large and comes byte by byte."""
+    """Make a call whose message is announced as large and comes byte by byte."""
     await c.begin()
     await c.send(c.call(1, entropy.pick(PATHS)), DataFrame(1, b"\0" + (1 << 24).to_bytes(4, "big")))
     for _ in range(4):
@@ -217,7 +217,7 @@ async def slow_body(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def large_length(c: HostileConnection, entropy: Entropy) -> None:
-    """A message that is said to be as long as there are numbers, or compressed in an unknown way."""
+    """Send a message with a false length, up to the largest number, or with an unknown compression."""
     await c.begin()
     head = bytes((entropy.pick((0, 1, 2, 255)),)) + entropy.pick(
         (0, 1, 1 << 26, (1 << 31) - 1, (1 << 32) - 1)
@@ -227,7 +227,7 @@ async def large_length(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def zero_window(c: HostileConnection, entropy: Entropy) -> None:
-    """A client that asks and has no capacity for what it has asked for."""
+    """Make calls with a flow-control window of 0, so that no reply fits."""
     await c.begin({4: 0})
     message = b"\0\0\0\0\0"
     frames: list[bytes | Frame] = []
@@ -238,7 +238,7 @@ async def zero_window(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def window_games(c: HostileConnection, entropy: Entropy) -> None:
-    """Window updates of 0, beyond the largest window, of streams that there are not, one byte at a time."""
+    """Send window updates of 0, of one byte, beyond the largest window, and of streams that do not exist."""
     await c.begin({4: entropy.pick((0, 1, 65_535, (1 << 31) - 1))})
     updates = [
         WindowUpdateFrame(
@@ -251,14 +251,14 @@ async def window_games(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def data_beyond_window(c: HostileConnection, entropy: Entropy) -> None:
-    """More data than the server's window allows."""
+    """Send more data than the server's window allows."""
     await c.begin()
     await c.send(c.call(1, entropy.pick(PATHS)), *[DataFrame(1, b"\0" * 16_000)] * entropy.pick((6, 40)))
     await c.drained(LINGER_S)
 
 
 async def wrong_frames(c: HostileConnection, entropy: Entropy) -> None:
-    """Frames that may not come: of streams that are even, closed or not open, of unknown types, of wrong lengths."""
+    """Send frames that are not allowed: of even, closed or unopened streams, of unknown types, of wrong lengths."""
     await c.begin()
     pool: list[bytes | Frame] = [
         DataFrame(7, b"x"),
@@ -279,14 +279,14 @@ async def wrong_frames(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def garbage(c: HostileConnection, entropy: Entropy) -> None:
-    """Anything."""
+    """Send random bytes."""
     begin = entropy.pick((b"", PREFACE, PREFACE + SettingsFrame(0).serialize(), PREFACE[: entropy.below(24)]))
     await c.send(begin + entropy.data(entropy.pick((1, 9, 100, 5000))))
     await c.drained(LINGER_S)
 
 
 async def other_protocols(c: HostileConnection, entropy: Entropy) -> None:
-    """A TLS hello, requests of HTTP/1.1, SSH, Redis: what scanners send."""
+    """Send a TLS hello, or a request of HTTP/1.1, SSH or Redis, as scanners do."""
     hello = bytes.fromhex("16030100c8010000c40303") + entropy.data(32) + b"\x20" + entropy.data(32) + entropy.data(133)
     spoken = (
         hello,
@@ -300,14 +300,14 @@ async def other_protocols(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def idle(c: HostileConnection, entropy: Entropy) -> None:
-    """Says nothing; some after the preface."""
+    """Send nothing, or only the preface."""
     if entropy.below(2):
         await c.begin()
     await asyncio.sleep(entropy.pick((LINGER_S, LINGER_S, LINGER_S, SLOW_S)))
 
 
 async def half_open(c: HostileConnection, entropy: Entropy) -> None:
-    """Ends its own half and listens."""
+    """End this side's half of the connection, and read."""
     await c.begin()
     await c.send(c.call(1, entropy.pick(PATHS)))
     c.writer.write_eof()
@@ -315,7 +315,7 @@ async def half_open(c: HostileConnection, entropy: Entropy) -> None:
 
 
 async def gone(c: HostileConnection, entropy: Entropy) -> None:
-    """Resets the connection in the middle of a frame."""
+    """Reset the connection in the middle of a frame."""
     await c.send(PREFACE, SettingsFrame(0), c.call(1, entropy.pick(PATHS)).serialize()[: 1 + entropy.below(60)])
 
 
@@ -338,7 +338,7 @@ def _in_frames(stream: int, block: bytes, size: int, *, end: bool) -> list[Frame
 async def attack(port: int, token: str, entropy: Entropy) -> str:
     """Open one hostile connection; returns the name of its kind."""
     kind = entropy.pick(ATTACKS)
-    with contextlib.suppress(OSError, TimeoutError):  # the server has ended it, which is its right
+    with contextlib.suppress(OSError, TimeoutError):  # the server may end it
         async with connected(port, token if entropy.below(2) else "") as connection:
             await kind(connection, entropy)
     return kind.__name__

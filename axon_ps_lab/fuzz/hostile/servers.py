@@ -78,7 +78,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ent
             return
         if how == 1:
             writer.write(entropy.pick((b"HTTP/1.1 200 OK\r\n\r\n", b"SSH-2.0-x\r\n", b"\x15\x03\x01\x00\x02\x02\x28")))
-        elif how == 2:  # says nothing
+        elif how == 2:  # sends nothing
             await asyncio.sleep(TIMEOUT_S)
         else:
             writer.write(SettingsFrame(0).serialize())
@@ -95,10 +95,10 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ent
 
 
 class HostileServers:
-    """See the module; coroutines of one event loop.
+    """See the module; its coroutines are for one event loop.
 
     Args:
-        findings: where findings go.
+        findings: gets the findings.
     """
 
     def __init__(self, findings: Findings) -> None:
@@ -107,12 +107,12 @@ class HostileServers:
         self._findings = findings
 
     async def run(self, seed: str, count: int, seconds: float = 0.0) -> None:
-        """Meet a server that answers each of its connections in another wrong way, until there were `count` more.
+        """Meet a server that answers each connection wrongly in another way, until there were `count` more.
 
         Args:
-            seed: of its answers.
-            count: connections.
-            seconds: over how much time they are spread; 0 = as fast as it goes.
+            seed: seed of its answers.
+            count: number of connections.
+            seconds: time over which they are spread; 0 = as fast as possible.
         """
         serving: set[asyncio.Task[None]] = set()
 
@@ -130,12 +130,12 @@ class HostileServers:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         before, clock = self.connections, LoopClock()
         async for number in paced(count, seconds):
-            if self.connections - before > number:  # the meeting before made several
+            if self.connections - before > number:  # the previous meeting made several
                 continue
             calls = [self._meet(address, Entropy(f"{seed}/calls/{number}/{i}"), clock) for i in range(4)]
             await asyncio.gather(*calls)
         clock.close()
-        await asyncio.sleep(SETTLED_S)  # for what gRPC has connected last
+        await asyncio.sleep(SETTLED_S)  # for gRPC's last connections
         server.close()
         if serving:
             await asyncio.wait(serving)

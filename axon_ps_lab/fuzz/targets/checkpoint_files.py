@@ -1,12 +1,12 @@
 """Target: the readers of checkpoints, each fed hostile directories beside a good one.
 
-A directory is read as it would be: by a coordinator that starts, by `axon-ps checkpoint ls | verify | export`, by a
-coordinator that is asked to restore it, by shard servers that have live parameters and are ordered to, by workers for
-their own state and buffers, and by a worker without servers. Each ends well or with an error of our tree; none takes
-long; a start finds the good checkpoint, or this one if it can be read.
+A directory is read as in a job: by a coordinator at its start, by `axon-ps checkpoint ls | verify | export`, by a
+coordinator with the request to restore it, by shard servers with live parameters and the order to restore it, by
+workers for their own state and buffers, and by a worker without servers. Each read has to end soon, with a result or an
+error of our tree. A start has to find the good checkpoint, or this one if it can be read.
 
-Promised of a restore: every server can load what the coordinator has checked, and the job trains on. A server that
-refuses has all that it had, bit by bit.
+Every server has to load a checkpoint that the coordinator has checked, and the job has to train on. A server that
+refuses a checkpoint must have all its former values, bit by bit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from axon_ps_lab.fuzz.hostile.directories import Directories, Directory, remove
 
 GOOD: Final = "good"
 SLOW_S: Final = 10.0
-"""A read that takes longer is a finding; most take a few ms. It is processor time: others use the machine, too."""
+"""Processor seconds of a read; a read that takes more is a finding, and most take a few ms."""
 
 SERVERS: Final = 2
 _LAYOUT: Final = Layout(
@@ -171,7 +171,7 @@ class _Reports:
 
 
 class _Shell:
-    """The server that a model is in: its files' thread is the caller's."""
+    """A stand-in for `ShardShell`, in which the caller's thread works on files."""
 
     def __init__(self) -> None:
         self.reports = _Reports()
@@ -223,8 +223,8 @@ class CheckpointFiles:
     """See the module.
 
     Args:
-        findings: where findings go.
-        directory: where directories are written.
+        findings: gets the findings.
+        directory: directory for the checkpoints' directories.
     """
 
     name = "files"
@@ -256,7 +256,7 @@ class CheckpointFiles:
         self._perform(directory, every=entropy.once_in(4))
 
     def replay(self, case: Case) -> None:
-        """Read one directory, as a finding's file has it."""
+        """Read the directory that a finding's file describes."""
         self._perform(Directory.decoded(case.messages[0]), every=True)
 
     def _perform(self, directory: Directory, *, every: bool) -> None:
@@ -302,7 +302,7 @@ class CheckpointFiles:
     # ------------------------------------------------------------------ the coordinator
 
     def _start(self, path: Path, *, readable: bool) -> None:
-        """Start as a coordinator does: it finds the good one, or this one where it can be read and is newer."""
+        """Start as a coordinator does, which finds the good checkpoint, or this one if it is sound and newer."""
         policy, logged = CheckpointPolicy(directory=str(self._parent), every_steps=1), list[str]()
         config = CoordinatorConfig(checkpoints=policy)
         begun = self._read("start", lambda: server._resume(config))
@@ -315,7 +315,7 @@ class CheckpointFiles:
             self._findings.add("start: a name that is not printable is logged", [self._case], repr(logged))
 
     def _restore(self, uri: str, manifest: Manifest | None) -> None:
-        """Check it as a coordinator does for a job that has values; then order servers to load it, in any case."""
+        """Check it as a coordinator does for a job that has values, and let servers load it in any case."""
         found = self._read("check", lambda: manifests.find_complete(uri, {_MODEL: _SPEC}, read=True))
         unchecked = self._read("find", lambda: manifests.find(uri, {_MODEL: _SPEC}))
         if found is None and unchecked is None and manifest is None:

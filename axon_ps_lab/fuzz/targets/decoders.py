@@ -109,7 +109,7 @@ class Decoders:
     """See the module.
 
     Args:
-        findings: where findings go.
+        findings: gets the findings.
     """
 
     name = "decoders"
@@ -131,7 +131,7 @@ class Decoders:
             self.replay(Case(self.name, name, (self._grower.message(DECODERS[name][1], entropy),)))
 
     def replay(self, case: Case) -> None:
-        """Decode one message; if it is a bulk message, protobuf must read the same."""
+        """Decode one message; if it is a bulk message, protobuf must read the same content."""
         decode, kind = DECODERS[case.what]
         self.messages += 1
         try:

@@ -1,7 +1,7 @@
 """Target: the coordinator and two shard servers inside this process, called as any client with the job's token may.
 
-A round sends the messages of a few calls, lets the services work, and resets what still waits: what waits lawfully
-would wait for its deadline. Then nothing of those calls may be left on the services.
+A round sends the messages of a few calls, lets the services work, and resets the calls that still wait, since a lawful
+call may wait for its deadline. Then nothing of those calls may be left on the services.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READS: Final = 16
 """Messages read of a stream."""
 
 END_S: Final = 10.0
-"""Seconds that a service may take to notice that a call is over; longer is a hang."""
+"""Seconds that a service may take to end a call that is over; longer is a hang."""
 
 CHECKED_EVERY: Final = 40
 """Rounds between two training steps of the job."""
@@ -40,7 +40,7 @@ LIFE_ROUNDS: Final = 1000
 """Rounds after which a new job begins."""
 
 RARE: Final = {"SaveCheckpoint": 30, "RestoreCheckpoint": 10, "Drain": 20, "Release": 20, "Trace": 5}
-"""RPCs that are tried once in so many times: they write files, or end what the others need."""
+"""RPCs that are called only once in so many times: they write files, or end something that the others need."""
 
 UNFORESEEN: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
@@ -50,7 +50,7 @@ CLOCK: Final = ProcessClock()
 
 
 class _Channel(InProcessChannel):
-    """A channel that tells which calls were made on it."""
+    """A channel that records the calls made on it."""
 
     def __init__(self, address: str, made: list[Any]) -> None:
         super().__init__(address)
@@ -66,8 +66,8 @@ class ServiceCalls:
     """See the module.
 
     Args:
-        findings: where findings go.
-        directory: for checkpoints of the job.
+        findings: gets the findings.
+        directory: directory for checkpoints of the job.
     """
 
     name = "services"
@@ -109,7 +109,7 @@ class ServiceCalls:
         self._check(job)
 
     def perform(self, job: SmallJob, cases: list[Case], patience_s: float) -> None:
-        """Send all that `cases` have, and look at what comes of it."""
+        """Send all messages of `cases`, and check the results."""
         self._recent.extend(cases)
         began_s = CLOCK.now_s
         try:
@@ -229,12 +229,12 @@ def awaited(task: asyncio.Task[Any]) -> str:
 
 
 async def _on_errors(findings: Findings, recent: Any) -> None:
-    """Make findings of the errors that the event loop itself is told of."""
+    """Make findings of the errors that the event loop's exception handler gets."""
 
     def handle(_: object, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, AxonError) and "coro=<serve()" in repr(context.get("future")):
-            return  # a service has ended, and says why; a job of threads is not asked for that
+            return  # the reason why a service has ended; a job of threads does not read it
         location = where(error) if error is not None else context["message"]
         findings.add(f"event loop: {location}", list(recent), str(context))
 

@@ -1,4 +1,4 @@
-"""A job inside this process with a small model that has trained a little: what the targets attack."""
+"""A job inside this process with a small model that has trained a little. The targets attack it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from axon_ps_lab.fuzz.targets.tapped import Tap
 
 SHARDS = 2
 TIMEOUT_S = 2.0
-"""Deadline of a call of the worker's, once it is attacked."""
+"""Deadline of a call of the worker, once it is attacked."""
 
 START_S = 30.0
-"""The same before: the kernels are compiled."""
+"""The deadline before that; the kernels are compiled."""
 
 
 class SmallJob:
-    """One worker, this process; two shard servers.
+    """A job of one worker, which is this process, and two shard servers.
 
     Args:
-        tap: of its channels.
-        directory: for its checkpoints.
-        world: the worker's.
+        tap: tap of its channels.
+        directory: directory for its checkpoints.
+        world: the worker's world.
 
     Attributes:
-        facts: what is true in it.
+        facts: the valid values of fields in this job.
     """
 
     def __init__(self, tap: Tap, directory: str, world: World) -> None:
@@ -116,7 +116,7 @@ class SmallJob:
             facts.seeds.setdefault(seed.DESCRIPTOR.full_name, []).append(seed.SerializeToString())
 
     def _made(self) -> list[Any]:
-        """Return messages that this job has no use for, as another one would send them."""
+        """Return messages that this job does not send, but another one would."""
         world = self.world
         context, me = world._coordinator.context(), world.view.me()
         server = common_pb2.CallContext(
@@ -161,7 +161,7 @@ class SmallJob:
 
     @property
     def addresses(self) -> dict[str, list[str]]:
-        """Of the services, by the name of what they serve."""
+        """Addresses of the services, by the name of their gRPC service."""
         job = self.job
         return {
             "Coordinator": [job.coordinator],

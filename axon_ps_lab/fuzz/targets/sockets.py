@@ -1,7 +1,7 @@
 """Target: real coordinator and shard servers, over real connections, with the job's token, while a job trains beside.
 
-Lawful calls with the job's token are left out: its own worker may stop a job, and so may an operator. So messages name
-no member of the job, and calls that need none to change it (drain, release, restore, join) are for another job.
+Lawful calls with the job's token are left out: the job's own worker may stop it, and so may an operator. So messages
+name no member of the job, and calls that need none to change it (drain, release, restore, join) are for another job.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from axon_ps_lab.fuzz.targets.services import READS, awaited
 from axon_ps_lab.fuzz.targets.tapped import METHODS
 
 DEADLINE_S: Final = 0.5
-"""Deadline of a call: some wait lawfully for what never comes."""
+"""Deadline of a call: a lawful call may wait for something that never comes."""
 
 GRACE_S: Final = 8.0
 """Seconds of a `LoopClock` that a call may take to end after its deadline; longer is a hang."""
@@ -54,7 +54,7 @@ OTHER_JOB: Final = "fuzz-other"
 
 
 def harmless(kind: Descriptor, rpc: str, data: bytes) -> bytes:
-    """Return the message; of another job where it would be lawful. No name at all is an operator's, of any job."""
+    """Return the message, with the name of another job if it would be lawful. An operator's call may name no job."""
     try:
         message: Message = GetMessageClass(kind).FromString(data)
     except DecodeError:
@@ -67,13 +67,13 @@ def harmless(kind: Descriptor, rpc: str, data: bytes) -> bytes:
 
 
 class Sockets:
-    """See the module; coroutines of one event loop. Use it with `async with`.
+    """See the module; its coroutines are for one event loop. Use it with `async with`.
 
     Args:
-        findings: where findings go.
-        ports: of the services, by name.
+        findings: gets the findings.
+        ports: ports of the services, by name.
         job: name of the job.
-        token: of the job.
+        token: token of the job.
     """
 
     name = "sockets"
@@ -118,17 +118,17 @@ class Sockets:
 
     @property
     def held_up_s(self) -> float:
-        """The longest time that this process has not looked at anything."""
+        """The longest time for which this process's event loop did not run."""
         return 0.0 if self._clock is None else self._clock.longest_s
 
     async def calls(self, seed: str, count: int, seconds: float = 0.0) -> None:
-        """Make calls of `count` messages together, evenly spread over the time; 0 = as fast as it goes."""
+        """Make calls of `count` messages together, evenly spread over `seconds`; 0 = as fast as possible."""
         entropies = (Entropy(f"{seed}/{number}") for number in itertools.count())
         free = asyncio.Semaphore(SIDE_BY_SIDE)
         begun = 0
         async with asyncio.TaskGroup() as group:
             async for number in paced(count, seconds):
-                if begun > number:  # a call before had several messages
+                if begun > number:  # a previous call had several messages
                     continue
                 case, service = self._chosen(next(entropies))
                 begun += len(case.messages)
@@ -136,7 +136,7 @@ class Sockets:
                 group.create_task(self.perform(case, service)).add_done_callback(lambda _: free.release())
 
     async def attacks(self, seed: str, count: int, side_by_side: int, seconds: float = 0.0) -> None:
-        """Open hostile connections, evenly spread over the time; 0 = as fast as it goes."""
+        """Open hostile connections, evenly spread over `seconds`; 0 = as fast as possible."""
         async with contextlib.AsyncExitStack() as stack:
             granted = {
                 name: await stack.enter_async_context(self._granted(name)) for name in self._ports if "shard" in name

@@ -30,8 +30,8 @@ class Tap:
     """The messages of the channels, on their way.
 
     Attributes:
-        seeds: recorded messages, by the full name of their type; the newest of them.
-        reply: makes what a client receives of what the server has sent: path and message; None = nothing is changed.
+        seeds: the newest recorded messages, by the full name of their type.
+        reply: replaces a server's message on its way to the client, given path and message; None = none is replaced.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Target: the worker's own half, with servers that answer anything.
 
-The job is a real one of this process; what its worker and its shard servers receive is exchanged on the way. The worker
-does what workers do; each of its calls has to end in time, with a result or an error of our tree. It may
-then gather anything, which nothing can prevent: a worker believes a server about parameters.
+The job is a real one of this process. The replies to its worker and its shard servers are exchanged on the way. Each
+call of the worker has to end in time, with a result or an error of our tree. The gathered parameters may then be
+anything, since a worker cannot check them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from axon_ps_lab.fuzz.targets.small_job import SmallJob, small_job
 from axon_ps_lab.fuzz.targets.tapped import METHODS, Tap
 
 TIMEOUT_S: Final = 0.15
-"""Deadline of a call of the worker's."""
+"""Deadline of a call of the worker."""
 
 LIMIT_S: Final = 4 * TIMEOUT_S + END_S
-"""Seconds that a call may take: it has deadline `TIMEOUT_S`, and may make several calls one after the other."""
+"""Seconds that a call may take: it may make several RPCs with deadline `TIMEOUT_S`, one after the other."""
 
 MOST: Final = 24
-"""Replies of a call that are exchanged at most."""
+"""The most replies of a call that are exchanged."""
 
 LIFE_ROUNDS: Final = 300
 """Rounds after which a new job begins."""
@@ -47,9 +47,9 @@ class _Sent:
         self._counts: Counter[str] = Counter()
 
     def reply(self, path: str, data: bytes) -> tuple[str, int]:
-        """Return the path and kind of a reply, and the number of those before it.
+        """Return the path and kind of a reply, and the number of earlier ones of both.
 
-        Several members of the job have a stream of the same path, and come in any order, so numbers alone say less.
+        Streams of several members have the same path, and their replies come in any order, so a number alone is no key.
         """
         message = GetMessageClass(METHODS[path].output_type).FromString(data)
         kinds = [message.WhichOneof(o.name) or "" for o in message.DESCRIPTOR.oneofs]
@@ -68,7 +68,7 @@ class WorkerHalf:
     """See the module.
 
     Args:
-        findings: where findings go.
+        findings: gets the findings.
     """
 
     name = "worker"
@@ -89,13 +89,13 @@ class WorkerHalf:
         self._tap = Tap()
 
     def close(self) -> None:
-        """End the job; servers tell the truth meanwhile."""
+        """End the job; replies are not exchanged meanwhile."""
         self._tap.reply = None
         self._stack.close()
         self._job = None
 
     def run(self, entropy: Entropy) -> None:
-        """Make a call of the worker's; the next few answers to it are not what the servers sent."""
+        """Make a call of the worker; some of the replies to it are exchanged."""
         job = self._opened()
         name = entropy.pick(list(CALLS))
         left, sent = 1 + entropy.below(MOST), _Sent()
@@ -113,7 +113,7 @@ class WorkerHalf:
         self._attempt(job, name, exchanged, sent)
 
     def replay(self, case: Case) -> None:
-        """Do what a file says the worker did, and answer it the same."""
+        """Make the call of a file, with the replies of the file."""
         job = self._opened()
         case, sent = case.among(job.names()), _Sent()
         messages = dict(zip(case.replies, case.messages, strict=True))
@@ -125,7 +125,7 @@ class WorkerHalf:
         self._attempt(job, case.what, exchanged, sent)
 
     def _attempt(self, job: SmallJob, name: str, exchanged: Callable[[str, bytes], bytes], sent: _Sent) -> None:
-        """Make a call whose answers are exchanged, and look at what comes of it."""
+        """Make a call whose replies are exchanged, and check its result."""
         self._sent, self._name, self._names = sent, name, job.names()
         self._tap.reply = exchanged
         began_s = CLOCK.now_s
@@ -143,12 +143,12 @@ class WorkerHalf:
             self.close()
 
     def _cases(self) -> list[Case]:
-        """Return the calls before, and this one."""
+        """Return the previous calls, and this one."""
         this = Case(self.name, self._name, tuple(self._sent.messages), self._names, tuple(self._sent.replies))
         return [*self._recent, this]
 
     def _perform(self, job: SmallJob, name: str) -> bool:
-        """Make a call; returns True if the world may be of no use after it."""
+        """Make a call; returns True if the world may be unusable after it."""
         try:
             CALLS[name](job)
             self.ends["result"] += 1
@@ -161,7 +161,7 @@ class WorkerHalf:
         return False
 
     def _is_well(self, job: SmallJob) -> bool:
-        """Return True if the job still works, with servers that tell the truth."""
+        """Return True if the job still works when replies are not exchanged."""
         try:
             job.world.kv_get("a")
             return job.step() or job.step()
@@ -186,7 +186,7 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))[-3000:]
 
 
-# ---------------------------------------------------------------------- what a worker does
+# ---------------------------------------------------------------------- calls of a worker
 
 
 def _gather(job: SmallJob) -> None:

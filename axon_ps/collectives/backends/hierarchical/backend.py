@@ -45,7 +45,7 @@ class HierarchicalBackend(Backend):
 
     Args:
         intra: spans the ranks of our node, in the group's order.
-        inter: spans the group, and knows the node of each rank (its members); rails get siblings of it.
+        inter: spans the group; its members have the node of each rank. Rails get siblings of it.
         small_bytes: the most bytes of a call that goes through `inter` only.
 
     Raises:

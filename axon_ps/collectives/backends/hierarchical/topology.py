@@ -1,4 +1,4 @@
-"""The ranks of a group that share a node, and the rails between nodes. Pure.
+"""The ranks of a group that share a node, and the rails between nodes. It is pure.
 
     node         the ranks (positions in the group) on one host, in the group's order
     local rank   a rank's position in its node

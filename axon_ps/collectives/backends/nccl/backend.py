@@ -4,12 +4,12 @@ Owns: the order of calls on streams and communicators, and the end of calls. Ran
 all-gather before each collective. Refuses: to compose collectives of NCCL's operations (`calls`).
 
 Invariants:
-- A call first waits for the calling thread's current stream, on which the data was computed, and then runs on the
-  group's own stream and is waited for. On the caller's stream, two ranks could enqueue the calls of two groups in
-  opposite orders, and wait for each other for ever.
-- NCCL matches calls by their order only. So one collective at a time runs on the group's communicator, and messages,
-  which have tags and come from any thread, have communicators of their own, one for each direction between two ranks;
-  both ends agree in the group's store which message is next.
+- Before a call the calling thread's current stream, on which the data was computed, is synchronized. The call runs on
+  the group's own stream, which is synchronized after it. On the caller's stream, two ranks could enqueue the calls of
+  two groups in opposite orders, and wait for each other for ever.
+- NCCL matches calls by their order only. So one collective at a time runs on the group's communicator. Messages have
+  tags and come from any thread, so they have communicators of their own, one for each direction between two ranks. Both
+  ends agree in the group's store which message is next.
 - A watchdog checks for NCCL's asynchronous errors and for the deadline, and aborts the communicators: NCCL itself would
   wait for ever, in the device or in the call.
 """
@@ -118,7 +118,7 @@ class NcclBackend(Backend):
 
     @classmethod
     def create_world(cls, devices: list[int]) -> list[NcclBackend]:
-        """Make the backends of the GPUs of this process, by rank: one for each of as many threads.
+        """Make a backend for each of these GPUs of this process, by rank; each is for a thread of its own.
 
         Raises:
             NcclError: there is no GPU or no cupy, or NCCL failed.

@@ -45,7 +45,7 @@ class NcclCalls:
         _PERFORM[request.call.operation](self, request)
 
     def gather(self, mine: Array) -> Any:
-        """Enqueue an all-gather of u8[m], which must stay; return u8[n * m], which is not there yet."""
+        """Enqueue an all-gather of u8[m], which must stay until it has run; return u8[n * m], which is filled then."""
         everything = self._cupy.empty(mine.size * self._world_size, np.uint8)
         self._comm.allGather(address(mine), address(everything), mine.size, NCCL_DTYPES[DType.U8], self._stream)
         return everything

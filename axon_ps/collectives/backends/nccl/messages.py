@@ -2,7 +2,7 @@
 
 Owns: the agreement of both ends, in the group's store, on which message is transferred next. A sender announces a
 message under its tag; the receiver that matches it replies "go" or "drop", and only after "go" both transfer it. The
-module knows nothing of GPUs; the function that moves bytes is given.
+module does not depend on GPUs: the function that moves bytes is passed to it.
 
 Invariant: between two ranks one message is transferred at a time in each direction.
 """

@@ -1,4 +1,4 @@
-"""NCCL's numbers and names: dtypes, reductions, unique ids, versions. Pure; it needs no GPU."""
+"""NCCL's numbers and names: dtypes, reductions, unique ids, versions. It is pure and needs no GPU."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Agreement:
     Args:
         context: the group.
         control: its control segment.
-        peer_memory: describes where the peers find an array.
+        peer_memory: makes the descriptors by which peers find an array.
     """
 
     def __init__(self, context: GroupContext, control: Control, peer_memory: PeerMemory) -> None:
@@ -68,7 +68,7 @@ class Agreement:
         Args:
             call: ours.
             inline: data to put beside the header, unless it is too large.
-            deadline: of the call.
+            deadline: deadline of the call.
             pairs: counts that need not be equal on all ranks.
             large: True = the header describes an array that the peers read.
             source: that array; None = they read nothing from this rank.

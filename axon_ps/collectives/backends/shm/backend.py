@@ -71,11 +71,11 @@ class SharedMemoryBackend(Backend):
     def empty_shared(self, shape: Sequence[int], dtype: DType) -> Array:
         """Make an array of zeros in memory that the other ranks map. It is not collective.
 
-        A large call reads such arrays where they are, if every rank's is one. It serves in every group of this
-        process, and lives as long as anything refers to it.
+        A large call reads such arrays where they are, if every rank passes one. The array can be used in every group of
+        this process, and lives as long as anything refers to it.
 
         Args:
-            shape: of the array.
+            shape: shape of the array.
             dtype: DType; the array is of `dtype.numpy`.
 
         Raises:

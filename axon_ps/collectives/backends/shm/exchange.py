@@ -12,7 +12,7 @@ All ranks of a call use slots, or none does: every rank sees all descriptors and
 Note: [Two windows]
     Slots are double-buffered: a rank has one for even and one for odd windows. Two windows in the same slot have a
     window in between, and its barrier; a rank comes to that barrier only after it has finished the window before. So no
-    rank still reads a slot when its owner writes the next window into it.
+    rank still reads a slot when the next window is written into it.
 
 No rank touches private memory of another. So a rank that gives up a call may use its arrays at once, however late a
 stopped peer wakes up. If all ranks have shared arrays, peers write to them in an all-reduce or a reduce. A rank that
@@ -175,7 +175,7 @@ class PeerMemory:
             raise self.control.fail(self.control.hung_up(rank, error)) from error
 
     def unmap_closed(self) -> None:
-        """Unmap the segments that their owners have closed."""
+        """Unmap the segments that other ranks have closed."""
         u64, layout = self.control.u64, self.control.layout
         for rank, peer in enumerate(self._peers):
             passed = u64[(layout.record(rank) + SENT) // 8]
@@ -193,7 +193,7 @@ class PeerMemory:
         Collective: every rank must call this.
 
         Raises:
-            Busy: there is not enough memory, on every rank.
+            Busy: there is not enough memory; every rank raises it.
         """
         if self._slots is None:
             memory, n, size = self._make_slots(deadline), self.control.layout.world_size, self.slot_bytes

@@ -197,7 +197,7 @@ class LargeCalls:
             data: T[counts[0]].
             output: `data` if the result goes there; None = data is only read.
             readers: the ranks that get the result.
-            deadline: of the call.
+            deadline: deadline of the call.
         """
         n, rank, numel = self._world_size, self._rank, data.size
         counts = [numel // n + (r < numel % n) for r in range(n)]

@@ -9,8 +9,8 @@ Owns: a ring buffer of entries for every ordered pair of ranks, in the control s
                   if there is none or another message is in them
     mismatch      READY_TO_SEND -> REJECTED with the reason
 
-A thread that waits in a send or recv empties all rings that lead to its rank, whatever is in them: messages that no
-recv has asked for yet stay in a list, in order of arrival. So a full ring moves on as soon as its reader waits for
+A thread that waits in a send or recv empties all rings that lead to its rank, whatever is in them: messages for which
+no thread waits yet stay in a list, in order of arrival. So a full ring is emptied as soon as its reader waits for
 anything, and two ranks that send to each other do not block. Any number of threads may send and receive.
 """
 

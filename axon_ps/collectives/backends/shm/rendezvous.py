@@ -40,7 +40,7 @@ Sockets = dict[int, PeerSocket]
 
 
 def offer_key(name: str) -> str:
-    """Return the key under which the first rank of a group stores where it is met."""
+    """Return the key under which the first rank of a group stores its offer."""
     return f"shm/{name}/offer"
 
 

@@ -31,7 +31,7 @@ class Callers:
         self._assembly = assembly
 
     def check(self, caller: Caller) -> None:
-        """Refuse a caller of another job; an operator may leave the name out.
+        """Refuse a caller of another job. An operator may leave the name out.
 
         Raises:
             PermissionDenied: it gives another job's name.
@@ -40,7 +40,7 @@ class Callers:
             raise PermissionDenied(f"this coordinator runs job {self._job!r}, not {caller.job!r}")
 
     def check_member_or_operator(self, caller: Caller) -> None:
-        """Refuse a caller that gives an incarnation and is not a member; an operator gives none.
+        """Refuse a caller that gives an incarnation and is not a member. An operator gives none.
 
         Raises:
             PermissionDenied: it gives another job's name.
@@ -51,7 +51,7 @@ class Callers:
             self.member(caller)
 
     def check_takes_away(self, caller: Caller) -> None:
-        """Refuse the caller of a destructive call, likewise, and also if it does not name the job.
+        """Refuse a destructive call as `check_member_or_operator` does, and also if its caller does not name the job.
 
         Raises:
             InvalidRequest: it does not name the job.

@@ -51,7 +51,7 @@ class RevocationList:
         return self._assembly.revoked
 
     def revoke(self, call: int, caller: Caller, target: str, reason: str, now: float) -> list[Action]:
-        """Revoke a name, or all credentials of a member; the members that had them are lost.
+        """Revoke a name, or all credentials of a member. The members that had them are lost.
 
         `call` gets a `RevokeReply`.
 

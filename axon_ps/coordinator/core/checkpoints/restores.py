@@ -90,14 +90,14 @@ class Restores:
         self._stored = {m.number: records.parameters_record(m.number, m.holders.parameters) for m in models}
 
     def restore(self, call: int, resumes: Sequence[Resume], now: float) -> list[Action]:
-        """Restore models from a checkpoint; `call` gets a `CheckpointReply` when all servers have loaded it.
+        """Restore models from a checkpoint. `call` gets a `CheckpointReply` when all servers have loaded it.
 
         The caller of this is checked beforehand, by `access.callers`, since files are read in between.
 
         Raises:
             Misuse: the job has no layout yet.
             InvalidRequest: the job does not have one of the models.
-            Busy: there is no memory for it, or no capacity for the attachments; nothing has changed.
+            Busy: there is no memory for it, or no capacity for the attachments. Nothing has changed.
         """
         if not self._models.registered:
             raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
@@ -105,7 +105,7 @@ class Restores:
         return self._out.take()
 
     def replace(self, call: int, now: float, name: str) -> list[Action]:
-        """Have a worker upload other values of a model; the reply and the errors are those of `restore`."""
+        """Have a worker upload other values of a model. The reply and the errors are those of `restore`."""
         model = self._models.named(name)
         version = 0 if model is None else model.version
         return self.restore(call, [Resume(uri=UPLOADED, version=version, model=name)], now)
@@ -289,7 +289,7 @@ def _reason(resume: Resume) -> str:
 
 
 def _resume(model: Model) -> Resume:
-    """Return the order that a model without values waits for."""
+    """Return the order to repeat for a model without values."""
     order = model.holders.parameters.restore
     if order is None:
         return Resume(uri=FIRST_VALUES, version=model.version, model=model.name)

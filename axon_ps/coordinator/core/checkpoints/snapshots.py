@@ -30,7 +30,7 @@ class SavedModel:
         version: the version written.
         spec: its layout.
         optimizer: its optimizer, if it has one.
-        placement: its placement; the primaries write it.
+        placement: its placement. The primaries write it.
         committed: the values that were committed with its steps up to that version.
     """
 
@@ -52,7 +52,7 @@ class Snapshot:
         files: of all shard servers, in rank order.
         ranks: per file, the shard server that wrote it.
         models: its models, by number.
-        error: the reason why it is incomplete; then `files` are to be removed.
+        error: the reason why it is incomplete. Then `files` are to be removed.
     """
 
     uri: str
@@ -95,7 +95,7 @@ class Snapshots:
             raise Busy(f"a checkpoint is being written to {self._save.order.uri} already; try again when it is done")
 
     def save(self, call: int, uri: str, *, background: bool = False) -> list[Action]:
-        """Begin a checkpoint of the current version; `call` gets a `Snapshot`.
+        """Begin a checkpoint of the current version. `call` gets a `Snapshot`.
 
         In the `background` it takes longer, and steps are slowed less. The caller of this is checked beforehand, by
         `access.callers`, since files are read in between.
@@ -182,7 +182,7 @@ class Snapshots:
             self._save = None
 
     def cancel(self, call: int) -> None:
-        """Forget a call that its caller does not wait for any more; the files written get no manifest."""
+        """Forget a call that its caller does not wait for any more. The files written get no manifest."""
         if self._save is not None and self._save.call == call:
             self._save = None
 

@@ -39,19 +39,19 @@ class Curve:
             self._stride *= 2
 
     def points(self) -> list[Point]:
-        """Return all points; the newest is not averaged."""
+        """Return all points. The newest is not averaged."""
         return [*self._points, *self._recent[-1:]]
 
 
 class Curves:
-    """Curves by name, and the points that are new since `take_new`. At most `MAX_CURVES`; further names are dropped."""
+    """Curves by name, and the points that are new since `take_new`. Names beyond `MAX_CURVES` are dropped."""
 
     def __init__(self) -> None:
         self._curves: dict[str, Curve] = {}
         self._new: dict[str, list[Point]] = {}
 
     def add(self, at_s: float, step: float, values: Mapping[str, float]) -> None:
-        """Add a point to each of several curves; values that are not finite are left out."""
+        """Add a point to each of several curves. Values that are not finite are left out."""
         for name, value in values.items():
             if not math.isfinite(value) or len(name) > MAX_NAME:
                 continue

@@ -1,12 +1,12 @@
 """The history of a job since this coordinator leads. Pure: the time is passed in, and all memory is bounded.
 
 It gets the events that the coordinator publishes and the reports of members, and returns the news (`take_new`) or
-everything. It decides nothing and is not durable: after a restart or a failover another one begins.
+everything. It is not durable: after a restart or a failover another history begins.
 
 Note: [Events that happen again]
-    After the death of one server each of its slices is copied, and differing votes abort one step after the other. Such
-    events are recorded as one event with a count, until something else happens, so that they do not bury their cause.
-    Readers get it again, with the number that it had.
+    After the death of one server each of its slices is copied, and with differing votes one step after the other
+    aborts. Such events are recorded as one event with a count, until something else happens, so that they do not bury
+    their cause. Readers get such an event again, with the same number.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class History:
     # ------------------------------------------------------------------ recording
 
     def happened(self, kind: str, text: str, now: float) -> None:
-        """Record an event; the kinds are those of `EventRecord`."""
+        """Record an event. The kinds are those of `EventRecord`."""
         self._repeated.clear()
         self._record(kind, text, now)
 
     def published(self, event: ServerEvent, now: float) -> None:
-        """Record an event that the coordinator has announced to members; ignore repetitions for a single member."""
+        """Record an event that was announced to members. Repeated memberships, decisions and placements are ignored."""
         if isinstance(event, Decision):
             self._decision(event, now)
         elif isinstance(event, Membership):
@@ -110,7 +110,7 @@ class History:
             self.happened("restoring", f"version {event.version} is restored from {event.uri}", now)
 
     def arrived(self, ranks: Sequence[int], model: int, step: int, now: float) -> None:
-        """Note that workers have computed everything of a step."""
+        """Note that workers have voted in a step, or wait in it until the servers take their gradients."""
         if step >= self._next_step.get(model, 0):
             self._timing.arrived(ranks, model, step, now)
 

@@ -48,7 +48,7 @@ class Load:
     Attributes:
         message: for readers.
         totals: its newest metrics.
-        begin: the metrics at the begin of the next rates.
+        begin: the metrics from which the next rates are computed.
         begin_s: the end of the last step that is in these metrics.
         begin_at: the model that steps, and its step at `begin_s`; None = no model stepped.
     """
@@ -92,7 +92,7 @@ class Loads:
     def measured(
         self, member: MemberKey, metrics: Mapping[str, float], at_s: float, rhythm: Rhythm | None = None
     ) -> None:
-        """Take the metrics that a member has reported; `rhythm` is that of a training model."""
+        """Take the metrics that a member has reported. `rhythm` is that of a training model."""
         load = self._load(member)
         load.totals = dict(metrics)
         load.take_rates(at_s, rhythm)

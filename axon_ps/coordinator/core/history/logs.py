@@ -1,7 +1,7 @@
 """The log of the job's processes, in bounded memory. Pure.
 
 When it is full, the oldest records of the process with most bytes are dropped. So a process that logs without end loses
-its own records, and not the others'. The log keeps the records of former members.
+its own records, and not the others'. The records of former members stay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The phase of a job, from facts: the only place that names it, for `status`, `top`, the page and the metrics. Pure."""
+"""The phase of a job, for `status`, `top`, the page and the metrics. It is computed only here. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.wire.events import JobPhase, Status
 
 STALLED_S: Final = 10.0
-"""A job whose next step has not committed for this long, and for `STALLED_STEPS`, has stalled."""
+"""A job whose next step has not committed for this long, and for the time of `STALLED_STEPS`, has stalled."""
 
 STALLED_STEPS: Final = 5
 

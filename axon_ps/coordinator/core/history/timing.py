@@ -1,8 +1,8 @@
-"""The times at which workers completed steps: the last worker, the others' wait for it, and the usual last one. Pure.
+"""The times at which workers arrive in steps: the last worker, the others' wait for it, and the usual last one. Pure.
 
-A step's time has three phases: until the first worker has computed and pushed everything, from then until the last
-worker has, and from then until the servers have every sum. Without the last worker, the second phase would have ended
-earlier by that worker's *marginal* time.
+A worker arrives when it votes, or waits until the servers take its gradients. A step's time has three phases: until the
+first worker has arrived, from then until the last worker has, and from then until the servers have every sum. Without
+the last worker, the second phase would have ended earlier by that worker's *marginal* time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Timing:
         self.lag_s: dict[int, float] = {}
 
     def arrived(self, ranks: Sequence[int], model: int, step: int, now: float) -> None:
-        """Note that workers have computed or pushed everything of a step; the first time counts."""
+        """Note that workers have arrived in a step. The first time counts."""
         present, arrivals = self._arrivals.get(model, (-1, {}))
         if step > present:
             arrivals = {}

@@ -1,1 +1,1 @@
-"""Placement of slices on shard servers: the moves, their times, and servers that join and leave."""
+"""Placement of slices on shard servers: holders, capacity, failed memory, and the moves with their times."""

@@ -1,4 +1,4 @@
-"""Memory of shard servers that failed: another copy replaces the slice, or its values must be restored. Pure.
+"""Failed memory of shard servers: another copy replaces the slice, or its values must be restored. Pure.
 
 A server finds failed memory by digests (`shard.core.digests`). The copies of a slice are also compared in every step,
 and the majority counts (`steps.decision`).

@@ -35,12 +35,12 @@ class SliceHolders:
     """The holders of one model's slices.
 
     Args:
-        registration: of the model; its layout is cut into the slices.
+        registration: of the model. Its layout is cut into the slices.
         parameters: as they were before the coordinator's restart.
         num_shards: shard servers of the job.
 
     Attributes:
-        owners: shard servers that hold or receive trainable slices; a step needs their reports.
+        owners: shard servers that hold or receive trainable slices. A step needs their reports.
         out_of_memory: by rank, the reason why a shard server cannot hold its slices.
     """
 
@@ -113,7 +113,7 @@ class SliceHolders:
         return True
 
     def cancel_copies(self, rank: int) -> bool:
-        """Cancel the copies to a server with a broken session; they begin anew later. Return True if there were any."""
+        """Cancel the copies to a server with a broken session. They begin anew later. Return True if there were any."""
         placement = self.parameters.placement
         if placement is None or not any(rank in h.copying for h in placement.counts):
             return False
@@ -179,7 +179,7 @@ class SliceHolders:
     # ------------------------------------------------------------------ servers that are lost
 
     def lose(self, rank: int, version: int) -> None:
-        """Remove a lost shard server from the placement; the job is at `version`.
+        """Remove a lost shard server from the placement. The job is at `version`.
 
         Other holders go on with its slices.
         """
@@ -203,7 +203,7 @@ class SliceHolders:
         return p.lost.get(incarnation, ()) if now else ()
 
     def take_back(self, shard: Member, shards: Sequence[Member], version: int) -> None:
-        """Give a joined server those slices back that it still holds; the job is at `version`."""
+        """Give a joined server those slices back that it still holds. The job is at `version`."""
         p = self.parameters
         if held := self.still_held_by(shard.incarnation, version):
             present = {s.incarnation: s.rank for s in shards if self.is_loaded(s)}
@@ -232,7 +232,7 @@ class SliceHolders:
     def lost_with_parameters(self, shards: Sequence[Member]) -> list[int]:
         """Return the ranks whose shard server was lost with the only copy of a slice.
 
-        It came back empty, or other servers came in its place.
+        Such a server came back empty, or another one came instead.
         """
         placement = self.parameters.placement
         if not self.parameters.initialized or placement is None:
@@ -270,7 +270,7 @@ class SliceHolders:
     def corrupted(self, rank: int, index: int) -> bool:
         """Have a server receive a slice again that it has lost; return False if no other server holds the slice.
 
-        A lost server that holds it may come back.
+        In that case a lost server that holds it may come back.
         """
         if len(self.placement.holders[index].complete) == 1:
             self.parameters.corrupt[index] = self.parameters.holders[rank]

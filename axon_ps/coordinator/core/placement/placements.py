@@ -42,7 +42,7 @@ LOOK_AGAIN_S = 10.0
 """Seconds between two checks of servers that had no memory for more slices."""
 
 BUDGET_NUMEL = 1 << 21
-"""Elements of the slices of a model that may be copied at a time; one slice always may."""
+"""Elements of the slices of a model that may be copied at a time. One slice may always be copied."""
 
 
 class Placements:
@@ -95,7 +95,7 @@ class Placements:
         Args:
             now: the time.
             ending: the model whose step has been decided, before the decision is sent: primaries are swapped in its
-                placement alone. No copy is begun then, since the decided step cannot wait for it.
+                placement alone. No copy is begun then, since it would delay the decided step.
         """
         if not self._assembly.membership.complete:
             return

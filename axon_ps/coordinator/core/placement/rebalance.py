@@ -6,8 +6,9 @@ with one copy too many has one holder too many.
 
 Note: [The moves end]
     A slice moves in three calls: a copy is made, the primary is swapped if it is to go, a holder is dropped. The holder
-    to drop is chosen at the end, from the loads at that time: it is the most loaded one. No sequence of moves repeats,
-    because of the sum of the squares of the loads, as they will be when every slice has given up its extra holder.
+    to drop is chosen at the end, so that the slice stays on the most nodes. Among equals it is the most loaded one at
+    that time. No sequence of moves repeats, because the sum of the squares of the loads falls. The sum is that of the
+    loads as they will be when every slice has given up its extra holder.
     Slices begin to move only when none has an extra holder. No server then holds two moving slices, or holds one and
     gets another. Each move lowers the sum if its source F drops the slice: `load[F] - load[target] > numel` with the
     other moves counted. If another holder X is more loaded by then and is dropped instead of F, the sum is lower still:
@@ -99,9 +100,9 @@ def plan_moves(
         placement: the holders of every slice.
         numels: elements of each slice.
         servers: the live shard servers.
-        draining: ranks of the servers that are to give everything up. If all are, nothing moves.
+        draining: ranks of the servers that are to give everything up. If all servers are, nothing moves.
         replication: the number of servers that shall hold each slice; all that do not drain if they are fewer.
-        budget_numel: elements that may be copied at a time, of `BUDGET_SLICES` slices; one slice always may.
+        budget_numel: elements that may be copied at a time, of `BUDGET_SLICES` slices. One slice may always be copied.
         full: ranks of the servers that have no memory for more slices: they get none.
     """
     planner = _Planner(placement, numels, servers, draining, replication, budget_numel)
@@ -250,7 +251,7 @@ class _Planner:
                 self._copy(index, target)
 
     def _best_move(self, source: int, tolerance: int, givers: Set[int], targets: Set[int]) -> tuple[int, int] | None:
-        """Return a slice of `source`, and the least loaded server that it may move to; it evens the two out best."""
+        """Return a slice of `source`, and the least loaded server that it may move to, to even out both best."""
         load, numels = self._load, self._numels
         busy = givers | targets
         mine = [

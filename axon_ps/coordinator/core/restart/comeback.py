@@ -63,9 +63,9 @@ class Comeback:
         ]
 
     def behind(self, role: Role, request: JoinRequest) -> str:
-        """Return a text about the knowledge of a process that the state lacks; "" = none.
+        """Return a text about the knowledge that a process has and the state lacks; "" = none.
 
-        A worker of an earlier generation begins the present one with the servers' values.
+        A worker of an earlier generation has none: it begins the present one with the servers' values.
         """
         ours = Position(
             generation=self._assembly.membership.generation,
@@ -105,7 +105,7 @@ class Comeback:
         return -self._until if self._until == _OVER else self._until
 
     def tick(self, now: float) -> None:
-        """Let the waiting processes in, in the order in which they came, if no member is missing or time is over."""
+        """Let the waiting processes in, in order of arrival, if no awaited member is missing or the wait is over."""
         # an earlier server at one of these is dead
         taken = {request.address for role, request in self._waiting.values() if role is Role.SHARD}
         missing = (member for member in self.away() if member.role is self._awaited and member.address not in taken)

@@ -8,7 +8,7 @@ Note: [An older state]
     from it, in a generation that no member has seen. Attempts under way are aborted, and no committed step is lost.
 
     Only shard servers are believed, since they hold the parameters that the facts are about. Facts that no member knows
-    are lost: values of the key-value store, and that a server was being drained.
+    are lost: values of the key-value store, and the drain of a server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from axon_ps.types import Decision, Member, Membership, ModelProgress, numbered
 from axon_ps.wire.events import FIRST_VALUES, JobState, Position, RestoreOrder
 
 MAX_GENERATIONS: Final = 1 << 32
-"""Most generations by which a server's may be ahead of ours; a later one is refused."""
+"""Most generations by which a server's may be ahead of ours. A later one is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Knowledge:
 
 
 def behind(ours: Position, theirs: Position) -> str:
-    """Return a text about the knowledge of a process that a state lacks; "" = none."""
+    """Return a text about the knowledge that a process has and a state lacks; "" = none."""
     if theirs.generation > ours.generation:
         return f"generation {theirs.generation}, and the state ends with {ours.generation}"
     mine = {model.model: model for model in ours.models}
@@ -142,7 +142,10 @@ def learned(stored: Mapping[str, bytes], known: Knowledge) -> list[Record]:
 
 
 def _membership(durable: records.Durable, known: Knowledge) -> Membership:
-    """Return a generation that no member has seen, with the members of both; for a rank, the shard server's counts."""
+    """Return a generation that no member has seen, with the members of both.
+
+    If both have a member of the same rank, that in the shard server's membership counts.
+    """
     theirs, ours = known.membership, durable.membership
     workers, replicas = numbered(_union(theirs.workers, ours.workers), theirs.by_node)
     step, version = _progress(durable, 0)
@@ -165,7 +168,7 @@ def _progress(durable: records.Durable, number: int) -> tuple[int, int]:
 
 
 def _union(first: Iterable[Member], second: Iterable[Member]) -> list[Member]:
-    """Return members by rank; the earlier of two with the same rank or incarnation counts."""
+    """Return members by rank. The earlier of two with the same rank or incarnation counts."""
     found: dict[int, Member] = {}
     for member in (*first, *second):
         if member.incarnation not in {m.incarnation for m in found.values()}:
@@ -194,7 +197,7 @@ def _merged(ours: records.DurableModel, theirs: ModelKnowledge, shards: Iterable
 def _parameters(
     ours: records.ParameterState, theirs: ModelKnowledge, shards: Iterable[Member]
 ) -> records.ParameterState:
-    """Return the holders of the parameters. If a model's values are complete, every server of its placement holds its.
+    """Return the holders of the parameters: all servers of the placement, if the model's values are complete.
 
     Changes that the older state has made without these servers do not count.
     """

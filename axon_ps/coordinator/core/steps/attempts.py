@@ -4,9 +4,9 @@ An attempt has an index: 0 where replicas step together, else the number of its 
 
 Note: [Clocks]
     With asynchronous replicas (`sharding.policy`), a replica's *clock* counts its decided steps in this generation,
-    with any outcome; a new generation starts all clocks at 0. A replica's next attempt is named by its clock. An
+    with any outcome. A new generation starts all clocks at 0. A replica's next attempt is named by its clock. An
     attempt is *admitted* when the slowest clock is at most `most_behind` behind it (Ho et al. 2013). The votes of
-    another attempt are held until it is admitted. Workers do not even begin such an attempt, since each decision has
+    any other attempt are held until it is admitted. Workers do not even begin such an attempt, since each decision has
     the slowest clock. So the parameters that they read are not staler than the bound, either. Here the bound is
     enforced.
 
@@ -69,7 +69,7 @@ class Attempts:
 
     @property
     def has_waiters(self) -> bool:
-        """True if a worker has finished its work in the step and waits for others."""
+        """True if a worker waits for others in the step."""
         if not self.asynchronous:
             return bool(self._tallies[0].votes or self._tallies[0].arrived)
         return self._most_behind is not None and self._fastest - self.slowest > self._most_behind
@@ -94,7 +94,7 @@ class Attempts:
         return set(tally.blocked)
 
     def arrived(self, rank: int, name: int, step: int, *, blocked: bool = False) -> None:
-        """Note that a worker has computed everything of an attempt; see `coordinator.core.steps.stragglers`."""
+        """Note that a worker waits in an attempt for the servers; see `coordinator.core.steps.stragglers`."""
         attempt = self._replica_of.get(rank)
         if attempt is not None and name == self._name(attempt, step):
             self._tallies[attempt].arrived.add(rank)

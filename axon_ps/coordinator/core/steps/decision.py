@@ -3,8 +3,8 @@
 Note: [One decider]
     A step commits if and only if the coordinator has written a decision to commit it. A worker that votes pushes
     nothing else in the step. A shard server that is ready holds the gradients of every replica, also late ones. So when
-    all have reported, nothing is missing, and the decision is the same for all members. A non-finite gradient skips the
-    step, disagreeing votes abort it.
+    all have reported, nothing is missing, and the decision is the same for all members. With a non-finite gradient
+    the step is skipped, with disagreeing votes it is aborted.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class Tally:
     def is_complete(self, workers: Collection[int], owners: Iterable[int]) -> bool:
         """Return True if every worker has voted and every owner is ready.
 
-        Owners are not awaited if a vote is withdrawn. They do not report on a step that takes another model's values;
-        it aborts if a worker pushes gradients.
+        Owners are not awaited if a vote is withdrawn. They do not report on a step that takes another model's values.
+        It aborts if a worker pushes gradients.
         """
-        if any(vote.withdrawn for vote in self.votes.values()):  # each worker's loop goes on behind the same attempt
+        if any(vote.withdrawn for vote in self.votes.values()):  # so that every worker goes on after the same attempt
             return all(w in self.votes for w in workers)
         if len(self.votes) + len(self.arrived) < len(workers):
             return False
@@ -145,7 +145,7 @@ class Tally:
             step: the attempt.
             generation: the generation it ran in.
             version: the version before it.
-            optimizer: the model's; votes may leave its hyperparameters out. None when nothing is trainable.
+            optimizer: the model's. Votes may leave its hyperparameters out. None when nothing is trainable.
             workers: the workers that take part.
         """
 
@@ -213,7 +213,7 @@ class Tally:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as text, "3" or "0, 1, 5"; a long list is cut."""
+    """Return ranks as text, "3" or "0, 1, 5". A long list is cut."""
     ranks = sorted(ranks)
     listed = ", ".join(str(r) for r in ranks[:_MAX_RANKS])
     return listed if len(ranks) <= _MAX_RANKS else f"{listed} and {len(ranks) - _MAX_RANKS} more"

@@ -85,7 +85,7 @@ class Stepping:
             self.abort(model, reason, next_generation=self.membership.generation + 1)
 
     def abort(self, model: Model, reason: str, *, next_generation: int = 0) -> None:
-        """End the attempt of a model, if there is one; the next begins with `next_generation`, or at once."""
+        """End the attempt of a model, if there is one. The next begins with `next_generation`, or at once."""
         if model.open:
             model.open = not next_generation
             self._decided(
@@ -102,7 +102,7 @@ class Stepping:
             )
 
     def arrived(self, rank: int, number: int, generation: int, step: int, *, blocked: bool) -> None:
-        """Note that a worker has computed everything of an attempt and waits; ignore another attempt."""
+        """Note that a worker waits in an attempt until the servers take its gradients; ignore another attempt."""
         model = self._attempting(number, generation)
         if model is not None:
             model.attempts.arrived(rank, step, model.step, blocked=blocked)
@@ -110,7 +110,7 @@ class Stepping:
             self._break_deadlock()
 
     def vote(self, ranks: Sequence[int], vote: Vote) -> None:
-        """Count the votes of workers on an attempt; votes of another attempt, and second ones, are ignored."""
+        """Count the votes of workers on an attempt. Votes of another attempt, and second ones, are ignored."""
         model = self._attempting(vote.model, vote.generation)
         if model is not None and [rank for rank in ranks if model.attempts.vote(rank, vote, model.step)]:
             self._decide_complete(model)
@@ -193,7 +193,7 @@ class Stepping:
             self._decided(model, decision)
 
     def _together(self, model: Model, tally: Tally) -> bool:
-        """Return True if every holder of a slice also has the source's slice; if not, the placements will change so."""
+        """Return True if each holder of a slice also has the source's slice. If not, the placements will be changed."""
         copy = next(vote.copy for vote in tally.votes.values() if vote.copy is not None)
         source = self._models.get(copy.source)
         if source is None or self._problem(model, source):

@@ -1,10 +1,10 @@
-"""Workers that are late in a step: those that the others wait for, and those that are asked for a vote. Pure.
+"""Workers that are late in a step: those that the others wait for, and those asked for a vote. Pure.
 
-The time of a step begins with the first worker that waits in it. Where all replicas step together, that is the first
-worker that has voted or *arrived*: an arrived worker waits until the servers take the gradients that it has computed.
-(They sum in replica order. Without memory for early gradients, a worker that comes after a straggler in this order can
-neither push nor vote.) With asynchronous replicas it is the first worker that has to wait for the slowest. Each model
-has its own step.
+The time of a step begins with the first worker that waits in it. If all replicas step together, that is the first
+worker that has voted or *arrived*. An arrived worker waits until the servers take gradients that it has computed. The
+servers sum in replica order. So without memory for early gradients, a worker that comes after a straggler in this order
+can neither push nor vote. With asynchronous replicas the time begins with the first worker that has to wait for the
+slowest. Each model has its own step.
 
 Note: [Deadlines]
     Under `LocalSteps` a worker need not have made all its local steps before it votes: its progress is weighted by the
@@ -13,8 +13,8 @@ Note: [Deadlines]
     quorum and the grace period are those of Decoupled DiLoCo (https://arxiv.org/abs/2604.21428), which goes on without
     the others' progress. A worker that does not vote after the request is a straggler.
 
-Invariants: a straggler is named only while at least as many others as the job needs take part; nothing is computed
-before the time is over.
+Invariants: a straggler is named only while at least as many others as the job needs take part. The stragglers are
+not computed before the time is over.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class StepDeadlines:
                 self._out.push([worker.session], self._event(model))
 
     def tick(self, now: float) -> None:
-        """Ask the workers that have not come to a step after its deadline."""
+        """After the deadline of a step, ask for the votes of the workers that have not come to it."""
         for model in self._models:
             wait = self._present(model)
             if wait is None or now < wait.deadline_s:

@@ -76,7 +76,7 @@ def page_routes(switch: Switch) -> list[Route]:
         return web.Response(text=as_json(reply), content_type="application/json")
 
     async def operator(_: web.Request) -> web.StreamResponse:
-        """Answer an operator; all other callers are refused."""
+        """Answer an operator. All other callers are refused."""
         from aiohttp import web
 
         return web.Response(status=204)

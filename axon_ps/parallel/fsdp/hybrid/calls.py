@@ -48,12 +48,12 @@ class NodeCalls:
         self.group_error = None
 
     def exchange(self, values: Sequence[int]) -> Array | None:
-        """Return every worker's numbers, i64[workers, numbers]; None once a worker of the node was lost."""
+        """Return every worker's numbers, i64[workers, numbers], or None once a worker of the node was lost."""
         mine = np.array([values], np.int64)
         return self.within(lambda: self.groups.control.all_gather(mine))
 
     def within(self, call: Callable[[], T]) -> T | None:
-        """Return the result of a collective of the node; once a worker of the node was lost, return None at once."""
+        """Return the result of a collective of the node. Once a worker of the node was lost, return None at once."""
         if self.group_error is not None:
             return None
         try:
@@ -65,7 +65,7 @@ class NodeCalls:
     def in_order(
         self, run: Callable[[], Any], what: str, given_up: Callable[[], object] = lambda: None
     ) -> QueuedWork[Any]:
-        """Queue a call; after one has failed no more are made, since the workers are out of step."""
+        """Queue a call. After one has failed no more are made, since the workers are out of step."""
 
         def guarded() -> Any:
             if self._failure is not None:
@@ -80,14 +80,14 @@ class NodeCalls:
         return QueuedWork(self._work_queue.submit(guarded), what)
 
     def record(self, what: bytes, unit: int) -> None:
-        """Note a call of this step, for `take_digest`."""
+        """Record a call of this step, for `take_digest`."""
         self._call_digest.update(what + unit.to_bytes(4, "little"))
 
     def take_digest(self) -> int:
-        """Return a number of the calls of this step, which is over: equal on workers that have made the same."""
+        """Return a number made of the calls of this step. It is equal on workers that have made the same calls."""
         digest, self._call_digest = self._call_digest.digest(), hashlib.sha256()
         return int.from_bytes(digest[:8], "little", signed=True)
 
     def close(self) -> None:
-        """End the queue; the groups are the world's."""
+        """End the queue. The groups are the world's, and stay."""
         self._work_queue.close(_CLOSE_TIMEOUT_S)

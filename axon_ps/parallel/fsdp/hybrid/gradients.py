@@ -28,7 +28,7 @@ class NodeGradients:
     Args:
         own: pushes to the servers.
         calls: the calls inside the node.
-        parameters: have the bounds of the shards, and are pulled behind a push.
+        parameters: has the shards, which are pulled after their push.
         dtype: the dtype in which gradients are sent.
         staging: copies between the device and the host.
     """
@@ -100,7 +100,7 @@ class NodeGradients:
 
 
 def typed(grad: Array | torch.Tensor, dtype: DType) -> Any:
-    """Return a gradient in its own dtype: numpy has no bf16, and holds it as uint16."""
+    """Return a gradient in its own dtype. In numpy bf16 is uint16."""
     if isinstance(grad, torch.Tensor):
         return grad
     return torch.from_numpy(grad).view(TORCH_DTYPES[dtype]) if dtype is DType.BF16 else grad

@@ -1,25 +1,25 @@
 """HYBRID_SHARD: the workers of a node as one replica, behind the interface of `StepClient`.
 
-`NodeSteps` gathers a unit from the node's workers, each of which has a shard of it in the wire dtype, and averages a
+`NodeSteps` gathers a unit from the node's workers, each of which has a shard of it in the wire dtype. It averages a
 gradient inside the node before each worker pushes its shard. Only shards cross the network.
 
 Invariants:
-- The workers of a node make the same calls in the same order; they agree on epoch, version and ticket first, since they
+- The workers of a node make the same calls in the same order. They agree on epoch, version and ticket first, since they
   are notified at different moments. `vote` compares the calls of all workers. If they ran different modules, they get
   an error and not a wrong sum.
-- After a worker of the node was lost, no further collective inside the node is begun in that step: units come unsharded
-  from the servers, gradients are dropped, and the vote is an abort. The next forward begins with groups of the workers
-  present then (`NodeGroups.form`); a worker that replaces another begins there, too. If no worker comes back in time,
-  all of the node fails, and the other nodes go on.
+- After a worker of the node was lost, no further collective inside the node is begun in that step. Full units are
+  gathered from the servers, gradients are dropped, and the vote is an abort. The next forward begins with groups of the
+  workers present then (`NodeGroups.form`). A worker that replaces another begins there, too. If no worker comes back in
+  time, all of the node fails, and the other nodes go on.
 - After any other failure inside the node every call raises that error.
-- Calls that must keep their order inside the node go through one queue; agreements go through a second group, so that
-  data does not delay them.
+- Calls that must be in order inside the node go through one queue. Agreements go through a second group, so that they
+  are not delayed by data.
 
 Note: [On GPUs]
     The node's collectives are of device memory then, by NCCL: units are gathered into it and gradients averaged in it.
-    Only a worker's own shards are copied to the host and back, once for each version and each gradient, since gRPC
-    takes them from page-locked host memory, on a stream beside the caller's (`collectives.staging`). A shard that was
-    uploaded stays in device memory, for backward too, unless CPUOffload offloads parameters.
+    Only a worker's own shards are copied to the host and back, once for each version and each gradient. gRPC needs them
+    in host memory, which is page-locked. The copies are on a stream beside the caller's (`collectives.staging`). A
+    shard that was uploaded stays in device memory, for backward too, unless CPUOffload offloads parameters.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class NodeSteps:
         self._steps.check_optimizer(optimizer)
 
     def agree(self) -> bool:
-        """Agree on the newest (epoch, version) that any worker of the node knows; called as a forward begins.
+        """Agree on the newest (epoch, version) that any worker of the node knows. A forward begins with this.
 
         If a worker of the node was lost, this waits for it to be back, or for another in its place.
 
@@ -138,7 +138,10 @@ class NodeSteps:
         return formed
 
     def settled(self, generation: int) -> bool:
-        """Return True if the node's workers are all in this generation, after `agree`; if not, they soon are in one."""
+        """Return True if all workers of the node are in this generation, after `agree`.
+
+        Otherwise wait until this worker is in the newest of their generations, and return False.
+        """
         rows = self._calls.exchange([generation])
         if rows is None:
             return False
@@ -244,7 +247,7 @@ class NodeSteps:
         self.parameters.expected = None if hyper is None else tuple(hyper)
 
     def close(self) -> None:
-        """End the calls inside the node; the groups are the world's."""
+        """End the calls inside the node. The groups are the world's, and stay."""
         self._calls.close()
 
 
@@ -271,7 +274,7 @@ class NodeRuntime(ServerRuntime):
             self.begin_anew()
 
     def step_status(self) -> StepStatus:
-        """See `Runtime.step_status`; the same for all workers of the node but for their coordinates in it."""
+        """See `Runtime.step_status`. It is the same for all workers of the node, except for their coordinates."""
         while True:
             self.agree()
             found = super().step_status()

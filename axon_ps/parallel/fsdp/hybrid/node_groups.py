@@ -1,6 +1,6 @@
 """The groups of a node's workers under HYBRID_SHARD, and making them again after one of them was lost.
 
-Invariant: a node has groups of exactly `size` workers, all of them members now or when the groups were made; a group of
+Invariant: a node has groups of exactly `size` workers, all of them members now or when the groups were made. A group of
 another set of members is never used again once `form` has been called.
 """
 
@@ -30,7 +30,7 @@ class NodeGroups(Protocol):
     control: ProcessGroup
 
     def form(self, error: AxonError | None = None) -> None:
-        """Make both groups of the node's present workers, once all are there; `error` ended the groups before."""
+        """Make both groups of the node's workers, once all are there. `error` is the error of the groups before."""
 
 
 class WorldNodeGroups:

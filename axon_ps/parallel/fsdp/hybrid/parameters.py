@@ -66,7 +66,7 @@ class NodeParameters:
 
     Attributes:
         shards: of every unit.
-        expected: the hyperparameters that this step will be voted for with, unclipped; None = expect nothing.
+        expected: the hyperparameters that this step's vote is expected to have, unclipped; None = none.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class NodeParameters:
         self.make_shards()
 
     def make_shards(self) -> None:
-        """Make this worker's shards, empty; others than before if its rank in the node has changed."""
+        """Empty this worker's shards. If its rank in the node has changed, make the shards of the new rank."""
         for shard in self.shards:
             shard.drop()
             self._free_on_device(shard)
@@ -217,7 +217,7 @@ class NodeParameters:
             shard.work = self._own.gather(unit, out, begin=shard.begin, end=shard.end)
 
     def pull_speculative(self, unit: int, ticket: NodeTicket) -> None:
-        """Begin to pull our shard behind its push, as the step is expected to leave it, over the old values.
+        """Begin to pull the values that our shard is expected to have after the step, over the old values.
 
         As in `RemoteSource`, it is not pulled from memory of this host.
         """

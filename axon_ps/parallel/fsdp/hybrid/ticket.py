@@ -14,7 +14,7 @@ class NodeTicket(Ticket):
     """A ticket that the workers of a node share.
 
     Attributes:
-        num_replicas: gradients that are averaged: those of all workers of all nodes.
+        num_replicas: number of gradients that are averaged: those of all workers of all nodes.
         shared: the ticket of the node's pushes.
     """
 

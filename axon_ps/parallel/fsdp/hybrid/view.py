@@ -1,4 +1,4 @@
-"""The view that the workers of a node share of the model: agreed on, since each is notified at another moment."""
+"""The view of the model that the workers of a node agree on, since each is notified at another moment."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class NodeView:
 
     @property
     def copied(self) -> int:
-        """See `ModelView.copied`; a worker was notified of nothing newer than the node agreed on."""
+        """See `ModelView.copied`. It is as this worker was notified."""
         return self._own.copied
 
     @property
     def latest(self) -> tuple[int, int]:
-        """The newest (epoch, version) that this worker was notified of; the node may not have agreed on it yet."""
+        """The newest (epoch, version) that this worker was notified of. The node may not have agreed on it yet."""
         return self._own.latest

@@ -1,8 +1,7 @@
 """Checkpoints of a model of which every worker has all parameters (NO_SHARD), in the format of the shard servers.
 
-So a job may go on from its checkpoint with another strategy: servers restore a checkpoint written here, and the other
-way round. `shard.full_model` writes and reads the values. It takes a second copy of parameters and moments while it
-lasts.
+So a job may go on from its checkpoint with another strategy, from NO_SHARD or to it. `shard.full_model` writes and
+reads the values. Saving and loading take memory for a second copy of parameters and moments.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _JOB = "no_shard"
 
 
 class OptimizerMoments:
-    """An optimizer's state by unit: of one of ours, or of torch's, which uses the same names.
+    """The state, by unit, of one of our optimizers or of torch's. Both have the same names for it.
 
     Args:
         optimizer: a `LocalOptimizer`, a torch optimizer of the model's parameters, or None.
@@ -136,7 +135,7 @@ def save(
     Args:
         uri: the checkpoint's URI.
         spec: layout and plan.
-        flats: have the masters.
+        flats: every unit, in layout order, with its masters.
         moments: the optimizer's.
         extra: values that are given back on load.
         version: steps made.
@@ -186,7 +185,7 @@ def load(
     Moments are loaded if they are of the same kind of optimizer. `name` is the model's, if the checkpoint has several.
 
     Raises:
-        InvalidRequest: it lacks the model, a parameter, or has it in another shape.
+        InvalidRequest: it lacks the model or a parameter, or has a parameter in another shape.
         CheckpointError: it cannot be read, or is damaged; masters and moments are untouched then.
     """
     model = FullModel(spec)
@@ -221,7 +220,7 @@ def _info(manifest: Manifest) -> CheckpointInfo:
 
 
 def _updates(state: Mapping[str, Any]) -> int:
-    """Return torch's `step`; SGD counts none, and its momentum only matters once there is one."""
+    """Return torch's `step`. SGD has none: return 1 if it has a momentum buffer, else 0."""
     return int(state["step"]) if "step" in state else int(any(v is not None for v in state.values()))
 
 

@@ -87,7 +87,7 @@ class LocalOptimizer:
                 yield flat, i, param, slice(spec.offset, spec.end)
 
     def states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the state of each updated parameter, in the form of torch's optimizers: the same memory."""
+        """Return the state of each updated parameter in the form of torch's optimizers. Moments share our memory."""
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for flat, i, param, elements in self._parameters():
             if self.updates[flat.index][i] and self._group_of[flat.index][i] >= 0:
@@ -98,7 +98,7 @@ class LocalOptimizer:
         return found
 
     def load_states(self, states: Mapping[torch.Tensor, Mapping[str, Any]], hyper: Sequence[Hyper]) -> None:
-        """Set the state from `states()`, or from an optimizer of torch; parameters that it lacks begin anew.
+        """Set the state from `states()`, or from an optimizer of torch. Parameters that it lacks begin anew.
 
         Raises:
             InvalidRequest: it has a state that this optimizer does not have.
@@ -120,7 +120,7 @@ class LocalOptimizer:
                     array[elements].fill_(self._kernels.initial_state(name, self._needed))
 
     def apply(self, hyper: Sequence[Hyper]) -> None:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient and a group."""
         self.need(hyper)
         self.spec = replace(self.spec, groups=tuple(hyper), moments=self._needed)
         for flat in self._flats:
@@ -143,7 +143,7 @@ class LocalOptimizer:
                 )
 
     def nbytes(self) -> int:
-        """Return the memory of the moments."""
+        """Return the bytes of the moments."""
         return sum(s.nbytes for states in self.state.values() for s in states.values())
 
 

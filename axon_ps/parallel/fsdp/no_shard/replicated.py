@@ -1,12 +1,12 @@
-"""NO_SHARD: every worker has all parameters; gradients are averaged between workers, and the step is local.
+"""NO_SHARD: every worker has all parameters, and makes the steps itself.
 
-The parameters that the optimizer updates, the *masters*, are in the dtype the model was built with. The module computes
-with them, unless it computes in another dtype or on another device than theirs. Then each unit is copied for its
-forward and for its backward, and between uses `param.data` is the master.
+Gradients are averaged between workers. The parameters that the optimizer updates, the *masters*, are in the dtype the
+model was built with. The module computes with them, unless it computes in another dtype or on another device than
+theirs. Then each unit is copied for its forward and for its backward. Between uses `param.data` is the master.
 
 The buckets in which gradients are reduced (`parallel.rounds`) are the units, the last of the model first. One more
-element per parameter counts the workers that have a gradient of it: when none has, its gradient stays None, and an
-optimizer skips it, as in plain torch.
+element per parameter counts the workers that have a gradient of it. If none has, its gradient stays None, and an
+optimizer skips it as in plain torch.
 
 Invariant: after a backward outside `no_sync()`, `param.grad` is the average over the workers, of the same bits on all.
 No optimizer, torch's own included, makes a step of other gradients: the workers' models would diverge.
@@ -103,7 +103,7 @@ class ReplicatedRuntime(Runtime):
 
     @property
     def version(self) -> int:
-        """Steps of our optimizer, and copies from other models; a checkpoint that is loaded sets it."""
+        """Number of steps of our optimizer and of copies from other models. Loading a checkpoint sets it."""
         return self._version
 
     @property
@@ -152,7 +152,7 @@ class ReplicatedRuntime(Runtime):
         return any(flat.grads.present for flat in self._trained)
 
     def zero_grad(self, *, set_to_none: bool, leaving: Iterable[nn.Parameter] = ()) -> bool:
-        """See `Runtime.zero_grad`; gradients are in `param.grad`, where torch drops them."""
+        """See `Runtime.zero_grad`. Gradients are in `param.grad`, and torch's own `zero_grad` drops them there."""
         self._settle_backward()
         if self._sums_batches:
             return False
@@ -215,14 +215,14 @@ class ReplicatedRuntime(Runtime):
         self.masters.broadcast()
 
     def copy_from(self, other: Self, weight: float) -> StepResult:
-        """See `Runtime.copy_from`: the masters change, the same on every worker."""
+        """See `Runtime.copy_from`. The masters change alike on every worker."""
         with torch.no_grad():
             for mine, theirs in zip(self._flats, other._flats, strict=True):
                 mine.master.mul_(1.0 - weight).add_(theirs.master.to(mine.master.device), alpha=weight)
         return self._made(0.0)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients to a global L2 norm now; return the norm before."""
+        """Scale the gradients now to a global L2 norm of at most `max_norm`; return the norm before."""
         self.sent.clip(max_norm)  # checks it
         params = [p for f in self._trained for p in f.params]
         self._clipped_norm = float(torch.nn.utils.clip_grad_norm_(params, max_norm))
@@ -234,7 +234,7 @@ class ReplicatedRuntime(Runtime):
         """Run the kernels of the servers here.
 
         Raises:
-            InvalidRequest: a master is not f32 in host memory.
+            InvalidRequest: a hyperparameter is out of range, or a master is not f32 in host memory.
         """
         self._optimizer = LocalOptimizer(spec, self._flats)
 
@@ -264,7 +264,7 @@ class ReplicatedRuntime(Runtime):
         return self._optimizer
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-        """See `Runtime.optimizer_state`; until a new optimizer replaces the one before, the state is the old one's."""
+        """See `Runtime.optimizer_state`. Until a new optimizer replaces the one before, the state is the old one's."""
         is_before = self._change is not None and not self._change.retains_moments
         is_current = self.current is not None and self.current() is optimizer
         return self._optimizer.states() if is_current != is_before and self._optimizer is not None else {}
@@ -276,7 +276,7 @@ class ReplicatedRuntime(Runtime):
         optimizer.load_states(state, hyper)
 
     def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
-        """Make one local step, equal on every worker; skip it if a gradient is not finite, as the servers do."""
+        """Make one local step, the same on every worker. Skip it if a gradient is not finite, as the servers do."""
         if commit:
             raise Misuse("under NO_SHARD steps are local, so nothing can be committed with one; save it in checkpoints")
         optimizer = self._changed_optimizer()
@@ -312,10 +312,10 @@ class ReplicatedRuntime(Runtime):
         states: Mapping[int, FileEntry],
         version: int | None,
     ) -> CheckpointInfo | None:
-        """See `Runtime.save`; the first worker writes."""
+        """See `Runtime.save`. The first worker writes."""
         info = None
         if self._group.rank == 0:
-            # it computes as servers do, which loads a compiler
+            # imported here, since it loads the servers' kernels and their compiler
             from axon_ps.parallel.fsdp.no_shard import local_checkpoint
 
             moments = local_checkpoint.OptimizerMoments(self._ours_or(optimizer), self._flats)

@@ -22,7 +22,7 @@ class LocalSource(ParameterSource):
     """The values are the unit's masters, which are always current."""
 
     def __init__(self, master: torch.Tensor) -> None:
-        """Store `master`, which has the values; there are no steps, and so no versions."""
+        """Store `master`, which has the values. There are no steps on servers, and so no versions."""
         self._master = master
 
     def wanted(self, flat: GatheredUnit) -> Position:
@@ -51,8 +51,8 @@ class ReplicatedUnit(FlatUnit):
     Note: [Values that the user sets]
         Parameters are views of the masters, so a change of one in place is in the master. `param.data = t`
         (`vector_to_parameters` does so) gives a parameter memory of its own. Before the values are read or updated
-        they are copied into the master, and the parameter is its view again: optimizer, `state_dict` and forward
-        always have the same.
+        they are copied into the master, and the parameter is its view again. So optimizer, `state_dict` and forward
+        have the same values.
     """
 
     sharded = False
@@ -105,7 +105,7 @@ class ReplicatedUnit(FlatUnit):
             param.data = view
 
     def unshard(self) -> None:
-        """Copy the masters for use, if the module computes with a copy; set the masters' gradients aside."""
+        """Copy the masters for use, if the module computes with a copy, and set the masters' gradients aside."""
         self.take_over()
         if self.is_current:
             return
@@ -119,13 +119,13 @@ class ReplicatedUnit(FlatUnit):
         if self.resident or not self.state.has_values:
             self.abandon()
             return
-        self.grads.stage()  # a gradient that was not reduced is the copy's; none is left when it was
+        self.grads.stage()  # a gradient that was not reduced is still the copy's
         super().reshard()
         for i, param in enumerate(self.params):
             param.grad, self._master_grads[i] = self._master_grads[i], None
 
     def set_grads(self, reduced: torch.Tensor) -> None:
-        """Set the gradients to the reduced ones, in the masters' dtype, plus those there were.
+        """Add the reduced gradients, in the masters' dtype, to those in `param.grad`.
 
         Args:
             reduced: wire[unit_numel + parameters]: the average, and the number of workers that have a gradient of each

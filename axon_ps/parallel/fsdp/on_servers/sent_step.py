@@ -1,10 +1,10 @@
-"""`SentStep`: what this worker has sent for the step under way.
+"""`SentStep`: the gradients that this worker has sent for the step under way.
 
 Note: [Sending again]
     An aborted step has changed no parameter, so the gradients that were sent for it are still those of the present
     version. For a training loop that cannot make its batch again, the runtime retains a copy of the gradients sent
     (`resends` > 0). It sends them for the next attempt, scaled to the number of replicas then. The batch of a replica
-    that has left is lost; a replica that has joined sends its own.
+    that has left is lost. A replica that has joined sends its own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class SentStep:
     """The gradients that were sent for the step under way.
 
     Args:
-        gradients: takes them.
+        gradients: sends them.
         first_parameter: by unit, the number of its first parameter.
         wire: the dtype of packed gradients.
-        on_device: True if they are taken in device memory.
+        on_device: True if they are sent from device memory.
 
     Attributes:
         pushes: the transfers under way.
@@ -49,11 +49,11 @@ class SentStep:
         self.applied: list[nn.Parameter] = []
 
     def form(self, packed: torch.Tensor) -> Array | torch.Tensor:
-        """Return a packed gradient in the form in which it is taken."""
+        """Return a packed gradient in the form in which `GradientSteps.push` takes it."""
         return packed if self._on_device else array_of(packed, self._wire)
 
     def note(self, flat: FlatUnit, given: Iterable[bool], zeroed: Iterable[nn.Parameter]) -> None:
-        """Record which parameters of a unit have a gradient; those of `zeroed` have zeros."""
+        """Record which parameters of a unit have a gradient, of zeros for those in `zeroed`."""
         for number, (param, has) in enumerate(zip(flat.params, given, strict=True), self._first_parameter[flat.index]):
             if has or param in zeroed:
                 self.applied.append(param)
@@ -61,7 +61,7 @@ class SentStep:
                 self.untouched.append(number)
 
     def push_nothing(self, unit: int, ticket: Ticket) -> None:
-        """Send that a unit has no gradient."""
+        """Tell the servers that a unit has no gradient."""
         self.pushes.append(self._gradients.push(unit, None, ticket))
 
     def retain(self, unit: int, packed: torch.Tensor | None) -> None:
@@ -78,6 +78,6 @@ class SentStep:
         return pushes
 
     def end(self) -> None:
-        """Forget all of it: the step has ended."""
+        """Forget the gradients and pushes, since the step has ended."""
         self.pushes, self.untouched, self.applied = [], [], []
         self._retained.clear()

@@ -30,7 +30,7 @@ class ServedMasters(Masters):
         self._flats = flats
 
     def units(self) -> Iterator[torch.Tensor]:
-        """See `Masters.units`; it takes the memory of one unit at a time."""
+        """See `Masters.units`. The units are read one at a time."""
         check_unchanged(self._flats)
         view, spec = self._client.view, self._wrapping.spec
         began = view.epoch, view.latest_version

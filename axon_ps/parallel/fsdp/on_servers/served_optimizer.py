@@ -1,4 +1,4 @@
-"""`ServedOptimizer`: the optimizer of a model on the shard servers, and another that takes its place."""
+"""`ServedOptimizer`: the optimizer of a model on the shard servers, and its replacement by another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ServedOptimizer:
         """Let another optimizer take its place with the next step.
 
         Raises:
-            Misuse: replicas step asynchronously, so no step is the next one of all.
+            Misuse: replicas step asynchronously, and have no common next step.
             InvalidRequest: the model cannot have this optimizer.
             Busy: the shard servers have no memory for its moments.
         """
@@ -55,13 +55,13 @@ class ServedOptimizer:
         self._change, self._change_at = OptimizerChange(spec=spec, retains_moments=retains), self._version()
 
     def retain_moments(self) -> None:
-        """Let an optimizer that is to take its place go on with its moments."""
+        """Let a pending replacement go on with the present moments."""
         if self._change is not None:
             self._change = replace(self._change, retains_moments=True)
 
     @property
     def change(self) -> OptimizerChange | None:
-        """The change with the next step; None once the others have made that step without this worker."""
+        """The change with the next step; None if there is none, or if others have made that step already."""
         return self._change if self._change_at == self._version() else None
 
     def changed(self, change: OptimizerChange) -> None:
@@ -86,5 +86,5 @@ class ServedOptimizer:
             )
 
     def restored(self) -> None:
-        """Record that the model was restored: a pending change comes with the step after that."""
+        """Record that the model was restored. A pending change comes with the step after that."""
         self._change_at = self._version()

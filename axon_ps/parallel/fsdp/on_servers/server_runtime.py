@@ -38,7 +38,7 @@ from axon_ps.worker.world import world_of
 _logger = logging.getLogger(__name__)
 
 MOST_REFUSED = 3
-"""Steps in a row, aborted because of the votes, that are an error on every worker."""
+"""If this many steps in a row are aborted because of the votes, every worker raises an error."""
 
 
 class ServerRuntime(Runtime):
@@ -74,7 +74,7 @@ class ServerRuntime(Runtime):
             make=None if wrapping.on_device else client.gradients.buffer,
         )
         self._ticket: Ticket | None = None
-        self._began: Position | None = None  # when the step began
+        self._began: Position | None = None  # the version at which the step began
         self._optimizer = ServedOptimizer(wrapping, self._steps, lambda: self.version)
         numbers = accumulate((len(flat.params) for flat in self.flats), initial=0)
         first_parameter = dict(zip((flat.index for flat in self.flats), numbers, strict=False))
@@ -94,7 +94,7 @@ class ServerRuntime(Runtime):
         return self._client.view.latest_version
 
     def _begin_step(self) -> None:
-        """Begin a step where the one before ended, or anew if this worker itself asked for other parameters since."""
+        """Begin a step at the version where the one before ended, or at a newer epoch that this worker asked for."""
         if self._began is None or self._began[0] < self.one_version.at[0] == self._steps.view.asked_epoch:
             self._began = self.one_version.at
         self._withdrawn = None
@@ -105,7 +105,7 @@ class ServerRuntime(Runtime):
     # ------------------------------------------------------------------ gradients
 
     def _push(self, flat: FlatUnit) -> None:
-        """Flatten, scale, cast and send a unit's gradient; the vote names the parameters that have none."""
+        """Flatten, scale, cast and send a unit's gradient. The vote will name the parameters that have none."""
         if flat.index in self._pushed:
             raise _second_push(flat.unit.name)
         ticket = self._current_ticket()
@@ -168,7 +168,7 @@ class ServerRuntime(Runtime):
 
     @property
     def changes_optimizer(self) -> bool:
-        """See `Runtime.changes_optimizer`; False once the others have made that step without this worker."""
+        """See `Runtime.changes_optimizer`; False once others have made that step without this worker."""
         return self._optimizer.change is not None
 
     @property
@@ -198,8 +198,8 @@ class ServerRuntime(Runtime):
     def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
         """Send the remaining gradients, vote, wait for the decision, and start gathering for the next step.
 
-        If gradients were withdrawn and no forward came since, this is the step that the withdrawal has ended already:
-        the other workers make no further one.
+        If `zero_grad()` has withdrawn the step's gradients, and no forward ran since, the step has ended already. Its
+        result is returned then, unless gradients were set to zero. The other workers make no further step.
         """
         batch = self.accumulation.batch
         if batch is not None and not batch.is_last:
@@ -261,7 +261,7 @@ class ServerRuntime(Runtime):
             self._optimizer.changed(change)
             self.moments_of = self.moments_of if change.retains_moments else decision.version
         self.gathering.training = True
-        for unit in (u for u in self.units if u.depth):  # a forward makes its steps itself, and reads on
+        for unit in (u for u in self.units if u.depth):  # the step was made within their forward
             self.gathering.need(unit)
         result = self._decided(decision, decision.grad_norm)
         reached(Moment.BETWEEN_STEPS, decision.version)
@@ -287,7 +287,7 @@ class ServerRuntime(Runtime):
         began, decision = time.perf_counter(), None
         try:
             ticket = self._current_ticket()
-            for flat in self.flats:  # no gradients of others wait for these
+            for flat in self.flats:  # so that no gradients of others stay queued behind these
                 if flat.trainable and flat.index not in self._pushed:
                     self._step.push_nothing(flat.index, ticket)
             decision = self._steps.vote(ticket, self._step.pushes, max_norm=0.0, hyper=(), withdrawn=True)
@@ -347,7 +347,7 @@ class ServerRuntime(Runtime):
         states: Mapping[int, FileEntry],
         version: int | None,
     ) -> CheckpointInfo | None:
-        """See `Runtime.save`; the state of the optimizer is the servers'."""
+        """See `Runtime.save`. The state of the optimizer is the servers'."""
         check_unchanged(self.flats)
         world = world_of(self._wrapping.group)
         return world.save_checkpoint(uri, extra=extra, states=states) if world.is_main_process else None
@@ -362,7 +362,8 @@ class ServerRuntime(Runtime):
         if optimizer is not None:
             self._optimizer.check_loaded()
         before = view.epoch
-        world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
+        # not a barrier, which would block until a server that lost its parameters has them again
+        world.gather_json(None, name="axon_ps/begin_load")
 
         def restore() -> dict[str, Any] | None:
             first = world.is_main_process
@@ -388,12 +389,12 @@ class ServerRuntime(Runtime):
         self._out.trim()
 
     def statistics(self) -> dict[str, float]:
-        """See `Runtime.statistics`; the data plane's are `wire_*`."""
+        """See `Runtime.statistics`. The data plane's are `wire_*`."""
         return {**super().statistics(), **{f"wire_{k}": v for k, v in self._client.statistics().items()}}
 
 
 def _second_push(unit: str) -> Misuse:
-    """Return the error of a gradient that comes when that of its unit was sent already."""
+    """Return the error for a second gradient of a unit in one step."""
     if in_reentrant_checkpoint():
         return Misuse(
             f"the gradient of unit {unit!r} was sent already. It is used more than once inside "

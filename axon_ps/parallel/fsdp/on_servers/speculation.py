@@ -1,15 +1,16 @@
 """`Speculation`: gathers of values before the step that makes them is decided.
 
 Note: [Speculative gathers]
-    Under SHARD_GRAD_OP a step would push the full model one way and only then pull it the other way. When gradients
-    are not clipped, a unit's servers know its new values as soon as every replica has pushed it. So each unit is
-    gathered right behind its own push, expecting the hyperparameters that the optimizer has now. `step()` commits the
-    values if the decision is as expected and discards them if not, so parameters of a step that did not commit are
-    never seen. Values that must be cast or copied to a GPU come into a buffer: a second copy of the parameters, in wire
-    dtype. Others come over the current values. It begins once a step went by without clipping.
-    Under FULL_SHARD the units that the next forward needs first are gathered in this way, as many as fit into memory
-    once backward has freed them: straight into their own memory, which is free then. Values that must be cast or copied
-    are not. Units with a host copy are all gathered in this way, into that copy.
+    Under SHARD_GRAD_OP the full model would be pushed one way, and only then pulled the other way. When gradients are
+    not clipped, a unit's servers can compute its new values as soon as every replica has pushed it. So each unit is
+    gathered right behind its own push, with the optimizer's present hyperparameters as the expected ones. `step()`
+    commits the values if the decision is as expected, and discards them if not. So no forward reads values of a step
+    that did not commit. Values that must be cast or copied to a GPU come into a buffer: a second copy of the
+    parameters, in wire dtype. Others overwrite the current values. Gathers are speculative only in a step that follows
+    one without clipping.
+    Under FULL_SHARD the units that the next forward needs first are gathered in this way, as many as fit into memory.
+    They come straight into their own memory, which backward has freed. Values that must be cast or copied are not
+    gathered in this way. Units with a host copy are all gathered in this way, into that copy.
     Units on servers of this host are not gathered in this way (`sources.RemoteSource`).
 """
 
@@ -55,7 +56,7 @@ class Speculation:
             flat.start_speculative(self._ticket, self._expected)
 
     def settle(self, decision: Decision | None) -> None:
-        """Retain the gathers if the step was decided as expected, else discard them; None = discard."""
+        """Commit the gathers of units that were updated as expected, and discard the others; None = discard all."""
         as_expected = decision is not None and self._expected is not None and decision.applies(self._expected)
         untouched = set() if decision is None else set(decision.untouched)
         for flat in self._flats:

@@ -1,4 +1,4 @@
-"""Gradients that stay on this worker: inside `no_sync()`, and of micro-batches behind which more of the step come."""
+"""Gradients that stay on this worker: those inside `no_sync()`, and those of all but the last micro-batch of a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Accumulation:
             adds: True if there are gradients of earlier batches.
 
         Raises:
-            Misuse: the batch counts for nothing, and gradients of batches that count are waiting.
+            Misuse: the batch has weight 0, and there are gradients of batches that have another weight.
         """
         before, self.batch = self.batch, batch
         if before is None or before.weight == batch.weight or not adds:
@@ -61,7 +61,7 @@ class Accumulation:
 
     @property
     def goes_on(self) -> bool:
-        """True if gradients stay here, since more of the step are still to come on this worker."""
+        """True if gradients stay here, since more micro-batches of the step are to come on this worker."""
         return self.batch is not None and not self.batch.is_last
 
     @property
@@ -76,7 +76,7 @@ class Accumulation:
 
     @property
     def stages(self) -> bool:
-        """True if gradients are staged; those of a micro-batch always are, so that nothing clips them by themselves."""
+        """True if gradients are staged; always before the last micro-batch, so that only the sum is clipped."""
         return self._stages or self.goes_on
 
     def stage(self, flat: FlatUnit) -> None:

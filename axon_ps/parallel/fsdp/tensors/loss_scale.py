@@ -23,7 +23,7 @@ from axon_ps.errors import Misuse
 from axon_ps.parallel.fsdp.forwards import in_reentrant_checkpoint
 
 _MOST = 64
-"""Most backwards whose scale is known; those that were broken off by an error are not taken out."""
+"""Most backwards whose scales are stored. The scale of a backward that an error broke off stays."""
 
 _scales: dict[int, tuple[int, float]] = {}  # by backward: the thread that began it, and its scale
 
@@ -72,7 +72,7 @@ def scale_of_backward() -> float:
 class LossScale:
     """The scale of the gradients of one model that wait for its step.
 
-    Invariant: gradients of a scaled loss are applied by the scaler's step alone, and others never by it.
+    Invariant: gradients of a scaled loss are applied only in a step of the scaler. Others never are.
 
     Attributes:
         value: gradients are divided by it before they are sent.
@@ -84,7 +84,7 @@ class LossScale:
         self._is_divided = False
 
     def begin(self, *, adds: bool) -> None:
-        """Begin a backward; `adds` says that its gradients are added to others.
+        """Begin a backward, whose gradients are added to others if `adds`.
 
         Raises:
             Misuse: the others have another scale.
@@ -104,7 +104,7 @@ class LossScale:
 
     @contextlib.contextmanager
     def stepping(self, scale: float) -> Iterator[None]:
-        """Let a scaler step that has scaled losses by `scale`."""
+        """Permit, during the block, the step of a scaler that has scaled losses by `scale`."""
         self._of_step = scale
         try:
             yield

@@ -1,11 +1,11 @@
 """Tensors that autograd saves of a unit's parameters: gathered again when backward reads them, not held.
 
 Note: [Saved parameters]
-    While a wrapped module's forward runs, PyTorch's saved tensor hooks are these. A tensor that shares the memory of a
-    unit is not saved itself: a `SavedParameter` has its position in the unit, and backward gathers the unit when it
-    reads it. So no freed memory is read, by whichever way backward reaches a unit (its outputs, an attribute, an object
-    that forward returned, a gradient of a gradient), however often, and whatever was freed meanwhile. All other tensors
-    are saved as they are, with the check for changes in place that autograd makes without hooks.
+    While a wrapped module's forward runs, the functions here are PyTorch's saved tensor hooks. A tensor that shares the
+    memory of a unit is not saved itself: a `SavedParameter` has its position in the unit. The unit is gathered when
+    backward reads the `SavedParameter`. So backward reads no freed memory, whichever way it reaches a unit: its
+    outputs, an attribute, an object that forward returned, or a gradient of a gradient. All other tensors are saved as
+    they are, with the check for changes in place that autograd makes without hooks.
 
     If other hooks are below these on PyTorch's stack (activation checkpoints, `save_on_cpu`), they get all other
     tensors. A backward that makes a graph (`create_graph=True`) saves tensors without hooks, so the units that it reads
@@ -95,7 +95,7 @@ def belongs(storage: torch.UntypedStorage, flat: SavedUnit) -> None:
 
 
 def push() -> bool:
-    """Begin, on this thread; return True if it had not begun yet, so that `pop` must follow."""
+    """Push the hooks on this thread, unless they are the newest already; return True if `pop` must follow."""
     top: Any = _autograd._top_saved_tensors_default_hooks(True)
     if top is None:
         _autograd._push_saved_tensors_default_hooks(_pack, _unpack)
@@ -108,7 +108,7 @@ def push() -> bool:
 
 
 def pop() -> None:
-    """End what `push` has begun."""
+    """Remove the newest hooks, after a `push` that returned True."""
     _autograd._pop_saved_tensors_default_hooks()
 
 

@@ -3,8 +3,8 @@
 Gradients are sent while backward runs, so `param.grad` is empty when a training loop, or a framework's, clips them.
 Torch's clipping must not take that for a model without gradients. So `param.grad` is a placeholder then, a
 `SentGradient`. It has a shape and no values, and raises for every function of values but those that make up
-`torch.nn.utils.clip_grad_norm_`. Their norm is a `PendingNorm`; multiplying all gradients by the clip factor made of it
-makes the step clip.
+`torch.nn.utils.clip_grad_norm_`. Their norm is a `PendingNorm`. Once all gradients are multiplied by the clip factor
+made of it, the servers will clip the step.
 
 Invariant: torch's clipping has the same effect on these as `FullyShardedDataParallel.clip_grad_norm_`, or it raises.
 """
@@ -47,7 +47,7 @@ class SentGradients:
     """Gradients of a model that have left this worker for the step under way, and the norm to clip them to.
 
     Torch leaves a gradient in `param.grad` after the step, and adds the next one to it unless `zero_grad()` is called.
-    The servers cannot add it to a gradient that they have applied, so it counts as retained until then.
+    The servers cannot add to a gradient that they have applied, so it counts as retained until `zero_grad()`.
 
     Attributes:
         max_norm: global L2 norm to clip to; 0 = do not clip.
@@ -78,11 +78,11 @@ class SentGradients:
         self._params.pop(unit, None)
 
     def retain(self, homes: Iterable[Home]) -> None:
-        """Record gradients that the step, now over, has applied; torch would have them still."""
+        """Record gradients that the last step has applied, and that torch would still have."""
         self._retained.update(homes)
 
     def forget(self, home: Home | None = None) -> None:
-        """Forget the gradient of a step before, or those of all parameters: it was set to None."""
+        """Forget the retained gradient of a parameter, which was set to None; None = those of all parameters."""
         if home is None:
             self._retained.clear()
         else:
@@ -90,7 +90,7 @@ class SentGradients:
 
     @property
     def retains(self) -> bool:
-        """True if torch would have gradients of a step before still."""
+        """True if torch would still have gradients of a step before."""
         return bool(self._retained)
 
     def check_not_retained(self, home: Home) -> None:
@@ -140,7 +140,7 @@ class SentGradients:
         """
         if not max_norm > 0.0:
             raise InvalidRequest(f"max_norm is {max_norm}; it must be above 0 (leave the call out to not clip)")
-        if math.isfinite(max_norm):  # inf measures
+        if math.isfinite(max_norm):  # with inf the norm is only measured
             self.max_norm = min(self.max_norm or max_norm, max_norm)
         return self.norm()
 
@@ -187,7 +187,7 @@ class SentGradients:
 
 
 class SentGradient(Tensor):
-    """The placeholder for a sent gradient: it can be clipped, with all the others, and nothing else."""
+    """The placeholder for a sent gradient. It can be clipped together with all others, and used for nothing else."""
 
     home: Home
 
@@ -228,11 +228,11 @@ _STAGES: Mapping[tuple[str, str], str] = {
     ("ratio", "clamp"): "factor",
     ("factor", "to"): "factor",
 }
-"""The way of `torch.nn.utils.clip_grad_norm_` from norms of gradients to min(1, max_norm / (norm + eps))."""
+"""The stages of `torch.nn.utils.clip_grad_norm_`, from norms of gradients to min(1, max_norm / (norm + eps))."""
 
 
 class PendingNorm(Tensor):
-    """A gradient norm that is known when the step is decided; until then, reading it is an error.
+    """A gradient norm that is known when the step is decided. Until then, reading it is an error.
 
     After `optimizer.step()` it is an ordinary number; NaN if the step was not decided, or broken off.
     """

@@ -8,7 +8,7 @@ Note: [Classes as states]
     to torch's dispatch, so that forward and backward run as on plain parameters. While the unit is sharded its class
     has a `__torch_function__`. It lets functions of the shape and its like through, and raises for all that would read
     or write values. Code that bypasses Python (autograd's own C++, a `DisableTorchFunctionSubclass` block) is not
-    stopped; it finds NaN as the values.
+    stopped, and reads NaN.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _OfServers:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient; once it was sent, a placeholder: it can be clipped, and nothing else."""
+        """The gradient, or once it was sent a placeholder, which can be clipped and used for nothing else."""
         own = own_grad(self)
         home: Home | None = getattr(self, "_axon_home", None)
         return own if own is not None or home is None else home.sent.of(self, home)
@@ -144,7 +144,7 @@ def in_backward() -> bool:
 
 
 def _gathered_for_backward(args: tuple[Any, ...]) -> bool:
-    """Gather the units of sharded parameters that backward reads by name; return True if all that it reads have values.
+    """Gather the units of sharded parameters that backward reads; return True if all of these have values then.
 
     An activation checkpoint inside a unit recomputes with the parameters themselves, and so does an autograd function
     that has stored one.

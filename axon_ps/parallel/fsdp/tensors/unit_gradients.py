@@ -41,7 +41,7 @@ class UnitGradients:
         self._staged: list[torch.Tensor | None] = [None] * len(params)
 
     def stage(self) -> None:
-        """Move the gradients of the parameters to f32, adding to those there; on the host under CPUOffload.FULL."""
+        """Move the gradients of the parameters to the staged ones, in f32 on `stage_device`, and sum them there."""
         for i, param in enumerate(self._params):
             if (grad := own_grad(param)) is not None:
                 set_own_grad(param, None)
@@ -53,7 +53,7 @@ class UnitGradients:
                     staged.add_(grad.to(self.stage_device))
 
     def multiply(self, factor: float) -> None:
-        """Multiply the gradients by a number; 0 drops them, whatever they are."""
+        """Multiply the gradients by a number; 0 drops them, even if they are not finite."""
         if not factor:
             self.pop()
             return
@@ -62,7 +62,7 @@ class UnitGradients:
                 grad.mul_(factor)
 
     def pop(self) -> list[torch.Tensor | None]:
-        """Take the gradients from the parameters, with those staged added."""
+        """Remove the gradients from the parameters, and return them with the staged ones added."""
         grads: list[torch.Tensor | None] = []
         for i, param in enumerate(self._params):
             grad = own_grad(param)
@@ -78,7 +78,7 @@ class UnitGradients:
         self._staged = [None] * len(self._params)
 
     def pack(self, out: torch.Tensor, scale: float) -> list[bool]:
-        """Take the gradients from the parameters: out: T[unit_numel] becomes `scale` times them, 0 if there is none.
+        """Remove the gradients, and set out: T[unit_numel] to `scale` times them, or to 0 where there is none.
 
         Those in device memory are assembled there, so that one copy goes to the host.
 

@@ -1,4 +1,4 @@
-"""A client's bulk calls, and their negotiation with a server. See `rpc.carriers.bulk`. One event loop.
+"""A client's bulk calls, and their negotiation with a server. See `rpc.carriers.bulk`. For one event loop.
 
 Note: [Where a bulk connection cannot be had]
     A server may have no port for bulk calls, or its port may not be reachable from here: behind a NAT, a firewall. Then

@@ -80,7 +80,7 @@ class FrameError(ConnectionError):
 
 
 class FairLock:
-    """A fair lock of tasks, which costs next to nothing if no task waits. One event loop.
+    """A fair lock of tasks, which costs next to nothing if no task waits. For one event loop.
 
         await lock.wait() if lock.taken else lock.take()
         try: ...
@@ -122,7 +122,7 @@ class FairLock:
 
 
 class Connection:
-    """Frames over a socket. One task may receive while others send, one after the other. One event loop.
+    """Frames over a socket. One task may receive while others send, one after the other. For one event loop.
 
     Args:
         sock: a connected socket, which this object then owns; the handshake of a TLS socket may be still to come.
@@ -153,7 +153,7 @@ class Connection:
         self._readers: list[_Reading] = []
         self._watched = False
         self._empty = False  # whether the socket was read empty, and the loop has not reported new bytes since
-        self._waits = 0  # how often a task has waited for the socket
+        self._waits = 0  # number of waits of tasks for the socket
         self._sending = FairLock()
         self._writers: set[asyncio.Future[None]] = set()
         self._hangups = hangups.of_this_loop()
@@ -299,7 +299,7 @@ class Connection:
         await self._read(_Reading(view[held:], view.nbytes - held))
 
     def _read_more(self, count: int) -> Awaitable[None]:
-        """Read until at least `count` bytes are in the buffer, and those that came with them."""
+        """Read until at least `count` bytes are in the buffer; more may come with them."""
         buffered, held = self._buffered, self._buffered.count - self._begin
         self._buffer[:held] = self._buffer[self._begin : buffered.count]
         self._begin, buffered.count, buffered.needed = 0, held, count

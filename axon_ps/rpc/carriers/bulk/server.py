@@ -1,4 +1,4 @@
-"""A server's end of bulk calls: the listener, the check of capabilities, and a servicer's context. One event loop.
+"""A server's end of bulk calls: the listener, the check of capabilities, and a servicer's context. For one event loop.
 
 Note: [Who makes a bulk call]
     The stream of an RPC `Open` has a capability, which is valid while the stream lasts. A call that shows it is one
@@ -52,7 +52,7 @@ class BulkServer:
     """Bulk calls of a server's services.
 
     Args:
-        services: from `service.service_handler`.
+        services: handlers of `service.service_handler`.
         revocations: the names that are revoked.
         tls: the TLS context; None = plaintext.
     """

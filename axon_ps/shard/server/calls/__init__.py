@@ -1,1 +1,1 @@
-"""The calls under way at a shard server: which it takes, and what each waits for."""
+"""The calls under way at a shard server: their checks, and the conditions for their answers."""

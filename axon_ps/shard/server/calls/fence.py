@@ -1,7 +1,7 @@
 """The calls that a shard server takes: those of members, once it knows what their callers know.
 
-A caller may have learned of a generation or placement before this server, which then waits for the news. The waits end
-in time, since a wrong caller may name a generation that never comes.
+A caller may have learned of a generation or placement before this server, which then waits for the news. The waits have
+a limit, since a wrong caller may name a generation that never comes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Fence:
     """The checks of calls against the membership and the models of a server.
 
     Args:
-        job: name of the job; calls for another one are refused.
-        models: the models of the server, by number; the owner adds and removes them.
+        job: name of the job. Calls for another one are refused.
+        models: the models of the server, by number. The shell adds and removes them.
 
     Attributes:
         membership: the newest one; None before the first.
@@ -48,7 +48,7 @@ class Fence:
         self._calls: Counter[str] = Counter()  # under way, by member
 
     def set_members(self, membership: Membership) -> None:
-        """Set the current members; `wake` must follow once the models know them."""
+        """Set the current members. `wake` must follow once the models have them."""
         self.membership = membership
         self._generation = membership.generation
         self._servers = {m.incarnation: m for m in membership.shards}

@@ -1,6 +1,6 @@
 """The calls that bring a model's gradients: workers push their own, and primaries forward sums to their backups.
 
-A call belongs to a generation and ends with it. A chunk that can neither be summed nor queued waits.
+A call belongs to a generation and ends with it. A chunk that can neither be summed nor queued is held back.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from axon_ps.wire.v1.common_pb2 import Chunk
 
 
 class GradientCalls:
-    """The streams of gradients of one model. One event loop.
+    """The streams of gradients of one model. It runs on one event loop.
 
     Args:
         engine: the model's engine, which sums.
-        waiters: the streams that wait.
+        waiters: the waiting streams.
         corrupt: called with a slice in which corruption may have been found.
         check_generation: raises if a generation is over, or the model was released.
         summed: called with a slice, the index of a chunk whose sum is complete here, and that of its accumulator.

@@ -1,6 +1,6 @@
 """The calls that read a model's values: workers gather them, and servers copy slices.
 
-A call waits until the values are those that its caller asks for. It ends with the caller's generation.
+A call is answered once the values are those that its caller asks for. It ends with the caller's generation.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class ReadModel(Protocol):
 
 
 class Reads:
-    """The reads of one model. One event loop.
+    """The reads of one model. It runs on one event loop.
 
     Args:
         model: the model.
         server: the server that it belongs to.
-        waiters: the calls that wait.
+        waiters: the waiting calls.
     """
 
     def __init__(self, model: ReadModel, server: ServerShell, waiters: Waiters) -> None:
