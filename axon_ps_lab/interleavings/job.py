@@ -236,16 +236,20 @@ class SimulatedWorker:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
+    @property
+    def is_finished(self) -> bool:
+        """True if it has made all steps."""
+        return self.steps.view.latest_version >= self._job.steps
+
     async def run(self) -> None:
         """Join, and train until the job's steps are over."""
         try:
             await self.client.start(TIMEOUT_S)
             await self._register()
-            while self.steps.view.latest_version < self._job.steps:
+            while not self.is_finished:
                 await self._step()
         finally:
-            done = self.steps.view.latest_version >= self._job.steps
-            await self.client.close(finished=done)
+            await self.client.close(finished=self.is_finished)
             await self._shards.close()
             await self._collective_client.close()
 
@@ -440,6 +444,11 @@ class Job:
     def ends(self) -> bool:
         """True if a worker has ended: it has made all steps, or has failed and is not started again yet."""
         return any(self.tasks[r].done() for r in self.names if r.startswith("worker"))
+
+    @property
+    def is_trained(self) -> bool:
+        """True if a worker has made all steps: it ends, and takes no part in a job that begins anew."""
+        return any(worker.is_finished for worker in self.workers.values())
 
     @property
     def roles(self) -> list[str]:

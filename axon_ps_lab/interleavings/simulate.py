@@ -126,10 +126,10 @@ class Faults:
     def _hurt_disk(self) -> None:
         """Lose all of the coordinator's disk, or its last batches, or nothing."""
         chance = self._rng.random()
-        if chance < 0.1:
+        if chance < 0.1 and not self._job.is_trained:
             self._network.note("coordinator loses its disk")
             self._job.lose_disk()
-        elif chance < 0.4 and self._job.older_disk(lost := self._rng.choice((1, 3, 10, 30))):
+        elif 0.1 <= chance < 0.4 and self._job.older_disk(lost := self._rng.choice((1, 3, 10, 30))):
             self._network.note(f"the coordinator's disk has lost the end of it: {lost} batches")
 
     def _fail_disk(self, _role: str, _other: str) -> None:
