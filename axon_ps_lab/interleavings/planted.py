@@ -190,6 +190,14 @@ PLANTS: Final = (
         real="generations were announced again with other members before the server came that knew them (seed 307325)",
     ),
     Plant(
+        "a worker of another state is checked before a server has joined, and not after",
+        "shard/server/calls/fence.py",
+        "                        self._check_job(context)  # this server may have joined meanwhile\n",
+        "",
+        rare=True,
+        real="a worker of a state that was lost ended with PermissionDenied, instead of trying again (seed 419019)",
+    ),
+    Plant(
         "sums of one generation are forwarded as those of the newest",
         "shard/server/forwarding.py",
         "generation=engine.generation, placement=known)",

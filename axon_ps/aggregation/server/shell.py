@@ -110,7 +110,7 @@ class CollectiveShell:
         context = begin.context
         check_job(context, self._job, self._state_id)
         if self._generation < context.generation:
-            await self._catch_up(context.generation)
+            await self._catch_up(context)
         if context.incarnation not in self._workers:
             if context.generation < self._generation:
                 raise GenerationChanged(
@@ -124,13 +124,14 @@ class CollectiveShell:
         if named.partition("@")[0] != context.incarnation:
             raise PermissionDenied(f"the caller is not the member at position {begin.position} of {begin.group[:80]!r}")
 
-    async def _catch_up(self, generation: int) -> None:
+    async def _catch_up(self, context: CallContext) -> None:
         """Wait until this server knows a generation; see `rpc.limits.FENCE_S`.
 
         Raises:
             InvalidRequest: it is too far ahead of the job's.
             Broken: this server has not learned of it in time.
         """
+        generation = context.generation
         if generation > self._generation + MAX_NEWER:
             known = self._generation
             raise InvalidRequest(f"generation {generation} is none of this job's; this server knows {known}")
@@ -138,6 +139,7 @@ class CollectiveShell:
             async with asyncio.timeout(FENCE_S):
                 while self._generation < generation:
                     await self._next_membership()
+                    check_job(context, self._job, self._state_id)  # this process may have joined meanwhile
         except TimeoutError:
             raise Broken(
                 f"this server has not heard of generation {generation} within {FENCE_S:g} s; it knows "

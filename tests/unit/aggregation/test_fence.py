@@ -57,3 +57,25 @@ def test_a_caller_of_a_state_that_is_lost_is_refused_for_the_present(generation:
         await shards.close()
 
     asyncio.run(main())
+
+
+def test_so_is_one_that_called_before_this_process_had_joined() -> None:
+    async def main() -> None:
+        shell, shards = CollectiveShell("j"), ShardShell("j")
+        context = common_pb2.CallContext(job="j", generation=3, incarnation="w", state_id="old")
+        begin = encode_chunk(CollectiveChunk(begin=CollectiveBegin(context=context)), None)
+        calls = [asyncio.ensure_future(call) for call in (shell.open(begin), shards.fence.worker(context))]
+        await asyncio.sleep(0)
+        assert not any(call.done() for call in calls), "the generation is not known here yet"
+        membership = Membership(
+            generation=3, step=1, version=0, workers=(), shards=(), num_replicas=0, complete=False, state_id="new"
+        )
+        shell.on_membership(membership)
+        shards.on_event(membership)
+        for call in calls:
+            with pytest.raises(Broken, match="of another state of the job than this server's"):
+                await call
+        shell.close()
+        await shards.close()
+
+    asyncio.run(main())

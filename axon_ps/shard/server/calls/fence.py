@@ -122,7 +122,7 @@ class Fence:
             raise Misuse(f"model {name!r} was released: its parameters are on the shard servers no more")
 
     async def _fence(self, context: CallContext) -> ModelShell:
-        check_job(context, self._job, "" if self.membership is None else self.membership.state_id)
+        self._check_job(context)
         if not self._can_answer(context):
             await self._catch_up(context)
         self._check_not_released(context.model)
@@ -135,6 +135,9 @@ class Fence:
         model = self._models[context.model]
         model.check_generation(context.generation)
         return model
+
+    def _check_job(self, context: CallContext) -> None:
+        check_job(context, self._job, "" if self.membership is None else self.membership.state_id)
 
     async def _catch_up(self, context: CallContext) -> None:
         """Wait until this server knows enough to serve or to refuse a call; see `rpc.limits.FENCE_S`.
@@ -156,6 +159,7 @@ class Fence:
                 async with asyncio.timeout(FENCE_S):
                     while not self._can_answer(context):
                         await self._waiters.wait()
+                        self._check_job(context)  # this server may have joined meanwhile
             except TimeoutError:
                 if context.model in self._models and self._models[context.model].order.is_busy:
                     continue  # it knows them, and allocates memory
