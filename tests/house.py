@@ -96,6 +96,7 @@ NOT_OURS = {
     "keep_vars": "torch's",
     "share_memory": "torch's",
     "keep_graph": "torch's",
+    "set_post_optim_event": "torch's",
     "in_place": "the field's",
     "_in_place": "the field's",
     "round_in_place": "the field's",

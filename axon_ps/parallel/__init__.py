@@ -27,9 +27,9 @@ from axon_ps.parallel.elastic_loader import ElasticLoader
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+from axon_ps.parallel.fsdp2.api import fully_shard, register_fsdp_forward_method, sharded_model
+from axon_ps.parallel.fsdp2.modules import FSDPModule
 from axon_ps.parallel.grad_scaler import GradScaler
-from axon_ps.parallel.in_place.api import fully_shard, register_fsdp_forward_method, sharded_model
-from axon_ps.parallel.in_place.modules import FSDPModule
 from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.optim import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, ServerOptimizer
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage

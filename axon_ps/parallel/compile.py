@@ -33,7 +33,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)  # nothing here is compiled, and `disabled` would take microseconds
         if disabled is None:
             disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-            torch._dynamo.eval_frame.skip_code(call.__code__)
+            torch._dynamo.eval_frame.skip_code(marked.__code__)  # or it is compiled for each function
         return disabled(*args, **kwargs)
 
     marked: Any = call

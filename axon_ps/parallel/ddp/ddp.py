@@ -26,7 +26,7 @@ from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.comm_hooks.hooks import CommunicationHook
 from axon_ps.parallel.comm_hooks.registry import as_hook
 from axon_ps.parallel.compile import uncompiled
-from axon_ps.parallel.ddp import replicas
+from axon_ps.parallel.ddp import replicas, torch_arguments
 from axon_ps.parallel.ddp.buckets import GradientBucket, check_dtype
 from axon_ps.parallel.ddp.reducer import Reducer
 from axon_ps.parallel.ddp.synchronizer import GradSyncStrategy
@@ -58,14 +58,15 @@ class DistributedDataParallel(nn.Module):
         group: the ranks; None = all workers of the current world.
         bucket_size_mb: gradients that travel together, in MiB. The first bucket has at most 1 MiB. Each later
             bucket may be twice as large as the one before it, up to this size.
-        broadcast_buffers: True = buffers (running statistics, say) become rank 0's before each training forward with
-            gradients outside of `no_sync()`.
+        broadcast_buffers: True or None = buffers (running statistics, say) become rank 0's before each training forward
+            with gradients outside of `no_sync()`.
         gradient_as_bucket_view: True = `param.grad` is the bucket's memory. This saves as much memory as the gradients
             take. `grad.detach_()` and `zero_grad(set_to_none=False)` work in place then.
         find_unused_parameters: True = some parameters may get no gradient in some backward, on some ranks or all. It
             costs a walk over the graph each forward and a small all-reduce each backward. `param.grad` stays as it was
             if no rank used the parameter.
         grad_sync_strategy: the time at which buckets are reduced. With NO_SYNC, `sync_gradients()` reduces them.
+        of_torch: other arguments of torch's DDP: `process_group`, `device_ids`, `bucket_cap_mb` and so on.
 
     Raises:
         LayoutMismatch: another rank wraps another module; the message names the difference.
@@ -84,17 +85,23 @@ class DistributedDataParallel(nn.Module):
         group: ProcessGroup | World | None = None,
         *,
         bucket_size_mb: float = 25.0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = True,
         gradient_as_bucket_view: bool = False,
         find_unused_parameters: bool = False,
         grad_sync_strategy: GradSyncStrategy = GradSyncStrategy.OVERLAPPED,
+        **of_torch: Any,
     ) -> None:
         super().__init__()
+        if of_torch:
+            ours = torch_arguments.as_ours("DDP", torch_arguments.DDP, of_torch, {"group": group})
+            group = ours.get("group", group)
+            bucket_size_mb = ours.get("bucket_size_mb", bucket_size_mb)
+            broadcast_buffers = ours.get("broadcast_buffers", broadcast_buffers)
         wrap.refuse_wrapped(module, "DistributedDataParallel")
         self.module = module
         self._group = current_group(group)
         self._strategy = grad_sync_strategy
-        self._broadcast_buffers = broadcast_buffers
+        self._broadcast_buffers = broadcast_buffers is None or broadcast_buffers
         self._joining = False
         if not bucket_size_mb > 0:
             raise InvalidRequest(f"bucket_size_mb is {bucket_size_mb}; it must be above 0")

@@ -97,6 +97,8 @@ def _member(kind: type[_EnumT], value: Any) -> _EnumT:
 
 
 def _strategy(value: Any) -> ShardingStrategy:
+    if value is None:
+        return ShardingStrategy.FULL_SHARD
     if _is_torchs(value, "ShardingStrategy"):
         if value.name not in ShardingStrategy.__members__:
             raise _Refused("there is no such strategy here; HYBRID_SHARD comes closest")

@@ -468,15 +468,11 @@ class ModuleUnit:
     tree: Tree | None = None
     grad_hooks: dict[nn.Parameter, RemovableHandle] = field(default_factory=dict)
 
-    def watch_gradients(self, grad_ready: Callable[[nn.Parameter], object]) -> None:
-        """Call `grad_ready` when autograd has made the gradient of a trainable parameter."""
+    def watch_gradients(self, grad_ready: Callable[[nn.Parameter], object]) -> list[RemovableHandle]:
+        """Call `grad_ready` when autograd has made the gradient of a trainable parameter; return the hooks."""
         for param in () if self.trainable is None else self.trainable.params:
             self.grad_hooks[param] = param.register_post_accumulate_grad_hook(grad_ready)  # type: ignore[no-untyped-call]
-
-    def end_watching(self) -> None:
-        """Remove the hooks: the model is gone."""
-        for hook in self.grad_hooks.values():
-            hook.remove()
+        return list(self.grad_hooks.values())
 
     def check_parameters(self) -> None:
         """Refuse changes to the parameters since the model was wrapped, if they have no effect. A forward calls it.

@@ -19,6 +19,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.checkpoints import groups, own_state
+from axon_ps.parallel.ddp import torch_arguments
 from axon_ps.parallel.fsdp import arguments, build, hooks, stats
 from axon_ps.parallel.fsdp.forwards import check_idle
 from axon_ps.parallel.fsdp.runtime import Runtime
@@ -57,7 +58,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         group: the workers that train it: a world, or its default group; None = the current world. Under NO_SHARD it may
             be any group of the world.
         sharding_strategy: the part of the model that stays in a worker's memory between uses; its name and torch's
-            `ShardingStrategy` are accepted, too.
+            `ShardingStrategy` are accepted, too. None = FULL_SHARD.
         cpu_offload: the part of that in host memory; torch's `CPUOffload` is accepted, too, and True for FULL.
         mixed_precision: dtypes of compute and wire; a dtype for `MixedPrecision(param_dtype=...)`, True for bfloat16,
             or torch's `MixedPrecision`.
@@ -75,6 +76,8 @@ class FullyShardedDataParallel(ModuleWrapper):
             `BoundedStaleness(...)`, `Asynchronous()`.
         name: the job's name for the model; None = "model 0", "model 1" and so on, in the order in which this process
             wraps models. Workers find each other's models by it.
+        of_torch: other arguments of torch's FSDP: `process_group`, `device_id`, `ignored_states`, `device_mesh` and so
+            on. Those that choose when bytes move have no effect.
 
     Raises:
         LayoutMismatch: another worker wrapped another module by that name; the message names the difference.
@@ -96,7 +99,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         module: nn.Module,
         group: ProcessGroup | World | None = None,
         *,
-        sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
+        sharding_strategy: ShardingStrategy | str | None = None,
         cpu_offload: CPUOffload | bool | str = CPUOffload.NONE,
         mixed_precision: MixedPrecision | torch.dtype | bool | None = None,
         unit_types: Collection[type[nn.Module]] | type[nn.Module] = (),
@@ -109,24 +112,29 @@ class FullyShardedDataParallel(ModuleWrapper):
         device: torch.device | str | None = None,
         policy: Policy | None = None,
         name: str | None = None,
+        **of_torch: Any,
     ) -> None:
         super().__init__()
-        given = arguments.checked(
-            module=module,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            mixed_precision=mixed_precision,
-            unit_types=unit_types,
-            auto_wrap_policy=auto_wrap_policy,
-            ignored_parameters=ignored_parameters,
-            intra_node_size=intra_node_size,
-            prefetch=prefetch,
-            param_init_fn=param_init_fn,
-            plan_options=plan_options,
-            device=device,
-            policy=policy,
-            name=name,
-        )
+        own: dict[str, Any] = {
+            "group": group,
+            "module": module,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "mixed_precision": mixed_precision,
+            "unit_types": unit_types,
+            "auto_wrap_policy": auto_wrap_policy,
+            "ignored_parameters": ignored_parameters,
+            "intra_node_size": intra_node_size,
+            "prefetch": prefetch,
+            "param_init_fn": param_init_fn,
+            "plan_options": plan_options,
+            "device": device,
+            "policy": policy,
+            "name": name,
+        }
+        own |= torch_arguments.as_ours("FSDP", torch_arguments.FSDP, of_torch, own)
+        group = own.pop("group")
+        given = arguments.checked(**own)
         with build.prepared(given, group) as (self._wrapping, wrapped_units):
             made = build.made(self._wrapping, module, wrapped_units, given.param_init_fn, self)
             self._runtime, self._served_buffers = made.runtime, made.served_buffers
@@ -326,7 +334,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             Misuse: a forward is under way.
         """
         check_idle(self._runtime.units, "gather_parameters")
-        self._runtime.gather_all()
+        self._runtime.gather()
 
     def reshard_parameters(self) -> None:
         """Free the memory of every parameter that the strategy reshards, and of prefetched units.
@@ -368,7 +376,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         worker's parameters become those of the first. Under FULL_SHARD none stay, and nothing happens.
         """
         if self.strategy is ShardingStrategy.SHARD_GRAD_OP:
-            self._runtime.gather_all()
+            self._runtime.gather()
             self._runtime.reset()
         else:
             self._runtime.refresh()

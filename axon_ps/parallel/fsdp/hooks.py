@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from axon_ps.host import fork
 from axon_ps.parallel.compile import uncompiled
@@ -42,8 +44,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def attach(runtime: Runtime, wrapper: nn.Module) -> None:
     """Register the hooks of modules and parameters. The root's forward is called by the wrapper itself.
 
-    Hooks of parameters end with `wrapper`: Python's garbage collector does not see the objects to which a tensor's
-    hooks refer.
+    Hooks of parameters end with `wrapper`, and refer to it by weak references: Python's garbage collector does not see
+    the objects to which a tensor's hooks refer.
     """
     for unit in runtime.units:
         if not unit.is_root:
@@ -54,8 +56,18 @@ def attach(runtime: Runtime, wrapper: nn.Module) -> None:
             unit.module.register_forward_pre_hook(partial(_begin_saving, unit), prepend=True)
             unit.module.register_forward_pre_hook(partial(runtime.before_forward, unit), prepend=True)
             unit.module.register_forward_hook(partial(_after_forward, runtime, unit), always_call=True)
-        unit.watch_gradients(partial(runtime.grad_ready, unit))
-        fork.finalize(wrapper, unit.end_watching)
+        hooks = unit.watch_gradients(partial(_grad_ready, weakref.ref(runtime), weakref.ref(unit)))
+        fork.finalize(wrapper, _remove, hooks)
+
+
+def _grad_ready(runtime: weakref.ref[Runtime], unit: weakref.ref[ModuleUnit], param: nn.Parameter) -> None:
+    if (found := runtime()) is not None and (of := unit()) is not None:
+        found.grad_ready(of, param)
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 @uncompiled

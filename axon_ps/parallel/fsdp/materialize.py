@@ -221,4 +221,4 @@ def leave_meta(wrapped_units: Sequence[WrappedUnit]) -> None:
     """Make empty ones of parameters on the meta device, whose data cannot be set; each stays the object that it is."""
     for param in (param for wrapped in wrapped_units for param in wrapped.params if param.is_meta):
         empty = nn.Parameter(torch.empty(0, dtype=param.dtype, device="cpu"), param.requires_grad)
-        torch.utils.swap_tensors(param, empty)
+        torch.utils.swap_tensors(param, empty)  # type: ignore[no-untyped-call]

@@ -322,15 +322,11 @@ class Runtime(AbstractRuntime):
 
     # ------------------------------------------------------------------ by hand
 
-    def gather(self, units: Sequence[ModuleUnit]) -> None:
-        """Unshard these units, and block until they are."""
+    def gather(self, units: Sequence[ModuleUnit] | None = None) -> None:
+        """Unshard these units (None = all), and block until they are."""
         self.agree()
         self.one_version.at = self.now
-        self.gathering.gather(units)
-
-    def gather_all(self) -> None:
-        """Unshard every unit, and block until it is."""
-        self.gather(self.units)
+        self.gathering.gather(self.units if units is None else units)
 
     def prefetch(self) -> None:
         """Begin to gather the units that the next forward needs first."""

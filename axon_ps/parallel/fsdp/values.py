@@ -66,7 +66,7 @@ class WrappedValues:
         new: dict[str, torch.Tensor] = {}
         pushed = saved_tensors.push()
         try:
-            self._runtime.gather_all()
+            self._runtime.gather()
             flats = [flat for flat in self._runtime.flats if flat.sharded]
             named = [(p.name, t) for flat in flats for p, t in zip(flat.unit.parameters, flat.params, strict=True)]
             before = [param._version for _, param in named]

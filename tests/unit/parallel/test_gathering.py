@@ -156,7 +156,7 @@ def test_a_unit_is_freed_when_backward_comes_to_another() -> None:
 
 def test_a_unit_that_a_graph_reads_stays() -> None:
     model = Model()
-    model.gathering.gather_all()
+    model.gathering.gather(model.units)
     model.units[2].held = True
     model.taken()
     for unit in model.units:
@@ -180,5 +180,5 @@ def test_the_next_forward_needs_the_first_units_if_there_is_memory() -> None:
     first, last = model.units[1], model.units[3]
     assert model.gathering.is_first(first, first.flats[0])
     assert not model.gathering.is_first(last, last.flats[0])
-    model.gathering.gather_all()
+    model.gathering.gather(model.units)
     assert not model.gathering.is_first(first, first.flats[0]), "the budget is full"

@@ -46,8 +46,8 @@ class Options:
     ignored: tuple[nn.Parameter, ...]
 
 
-class InPlaceModel(FullyShardedDataParallel):
-    """The model of a module that was sharded in place. Calling the module runs it."""
+class ComposedModel(FullyShardedDataParallel):
+    """The model of a module that `fully_shard` was called on. Calling the module runs it."""
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.module
@@ -72,7 +72,7 @@ class Mark:
     module: weakref.ref[nn.Module]
     options: Options
     around: Mark | None = None
-    model: InPlaceModel | None = None
+    model: ComposedModel | None = None
     _building: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -83,7 +83,7 @@ class Mark:
             mark = mark.around
         return mark
 
-    def built(self) -> InPlaceModel:
+    def built(self) -> ComposedModel:
         """Return the model of an outermost module; make it at the first call."""
         with self._building:
             if self.model is None:
@@ -149,7 +149,7 @@ def root_with(params: Iterable[torch.Tensor]) -> Mark | None:
     return None
 
 
-def _build(root: Mark) -> InPlaceModel:
+def _build(root: Mark) -> ComposedModel:
     module = root.module()
     assert module is not None
     marked = {child: found.options for child in module.modules() if (found := mark_of(child)) is not None}
@@ -165,7 +165,7 @@ def _build(root: Mark) -> InPlaceModel:
                 "same param_dtype and reduce_dtype in every call for a model"
             )
     offload = next((o.offload for o in marked.values() if o.offload is not CPUOffload.NONE), CPUOffload.NONE)
-    return InPlaceModel(
+    return ComposedModel(
         module,
         group,
         sharding_strategy=strategy,

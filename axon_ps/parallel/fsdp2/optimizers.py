@@ -1,13 +1,14 @@
 """torch's optimizers of parameters that `fully_shard` put on the servers: they stay torch's, and step there.
 
 An optimizer is recognised when it gets its parameters: `torch.optim.Optimizer.add_param_group` looks for them among the
-models that `fully_shard` made. Its class becomes one that is its own class, too. Groups, schedulers and hooks are
-torch's. Moments are on the servers.
+models that `fully_shard` made. Its class becomes a subclass of its own. Groups, schedulers and hooks are torch's.
+Moments are on the servers.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.counterpart import counterpart
 from axon_ps.parallel.from_torch import MovedOptimizer
-from axon_ps.parallel.in_place.marks import Mark, root_with
+from axon_ps.parallel.fsdp2.marks import Mark, root_with
 from axon_ps.parallel.optim import ServerOptimizer
 from axon_ps.types import StepResult
 
@@ -41,6 +42,16 @@ class OnServers:
     _root: Mark
     _served: _Served | None
     last: StepResult | None
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """An empty dict: moments are on the servers. Adagrad fills it when it is made, and that is dropped."""
+        return defaultdict(dict) if self._served is None else self._served.state
+
+    @state.setter
+    def state(self, values: dict[Any, Any]) -> None:
+        if self._served is not None:
+            self._served.state = values
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make a step on the servers. A step whose gradients are not finite changes nothing; see `last`.

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.ddp.torch_arguments import mesh_sizes
 from axon_ps.parallel.fsdp.arguments import understood
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload
-from axon_ps.parallel.in_place import modules, optimizers
-from axon_ps.parallel.in_place.marks import Options, mark, mark_of
+from axon_ps.parallel.fsdp2 import modules, optimizers
+from axon_ps.parallel.fsdp2.marks import Options, mark, mark_of
 from axon_ps.parallel.precision import MixedPrecision, cast_floats
 
 _ModuleT = TypeVar("_ModuleT", nn.Module, list[nn.Module])
@@ -32,9 +33,9 @@ def fully_shard(
     """Put the parameters of a module on the shard servers, in place: torch's `fully_shard`, by signature and manners.
 
     Call it on the modules whose parameters are gathered together, then on the model that has them. Each call changes
-    the class of its module to one that is `FSDPModule` too; names stay. At the first use of the model the servers get
-    the values of the worker of lowest rank. An optimizer of torch.optim with a counterpart here (SGD, Adam, AdamW,
-    Adagrad, RMSprop) that is made of the parameters steps on the servers.
+    the class of its module to a subclass that is an `FSDPModule`, too. Names stay. At the first use of the model the
+    servers get the values of the worker of lowest rank. An optimizer of torch.optim that has a counterpart here (SGD,
+    Adam, AdamW, Adagrad, RMSprop) steps on the servers if it is made of the parameters.
 
     Args:
         module: the module. Of a list of modules each becomes a unit of its own.
@@ -64,7 +65,7 @@ def fully_shard(
         raise InvalidRequest(f"shard_placement_fn is {shard_placement_fn!r}; give a function, or None")
     options = Options(
         reshard_after_forward=_reshard(reshard_after_forward),
-        mesh=_mesh(mesh),
+        mesh=mesh_sizes("mesh", mesh),
         precision=MixedPrecision() if mp_policy is None else understood("mixed_precision", mp_policy),
         offload=CPUOffload.NONE if offload_policy is None else understood("cpu_offload", offload_policy),
         ignored=understood("ignored_parameters", () if ignored_params is None else ignored_params),
@@ -137,18 +138,6 @@ def _reshard(given: Any) -> bool | int | None:
     raise InvalidRequest(
         f"reshard_after_forward is {given!r}; give True, False, None, or the number of workers of a node"
     )
-
-
-def _mesh(mesh: Any) -> tuple[int, ...]:
-    """Return the sizes of a mesh; () = none is given."""
-    if mesh is None:
-        return ()
-    sizes = getattr(mesh, "shape", None)
-    if not (isinstance(sizes, tuple) and all(isinstance(size, int) for size in sizes)):
-        raise InvalidRequest(f"mesh is {mesh!r}; give a torch.distributed.device_mesh.DeviceMesh, or None")
-    if len(sizes) > 2:
-        raise InvalidRequest(f"mesh has {len(sizes)} dimensions; give one (shard) or two (replicate, shard)")
-    return sizes
 
 
 def _cast_at(module: nn.Module, precision: MixedPrecision) -> None:

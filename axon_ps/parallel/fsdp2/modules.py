@@ -12,7 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.forwards import check_idle
-from axon_ps.parallel.in_place.marks import InPlaceModel, Mark, mark_of
+from axon_ps.parallel.fsdp2.marks import ComposedModel, Mark, mark_of
 from axon_ps.parallel.wrapper import Uncopied
 
 
@@ -206,7 +206,7 @@ class FSDPModule(Uncopied):
     def _refuse(self, call: str, do: str) -> NoReturn:
         raise InvalidRequest(f"{call} has no meaning for parameters on shard servers; {do}")
 
-    def _unit(self) -> tuple[InPlaceModel, int]:
+    def _unit(self) -> tuple[ComposedModel, int]:
         """Return the model, and the number of this module's unit in it."""
         model = _mark(self).outermost.built()
         own: Any = self

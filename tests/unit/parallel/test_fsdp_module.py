@@ -1,0 +1,159 @@
+"""The methods of torch's `FSDPModule` on ours. Tests of `parallel/fsdp2/modules.py`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import fsdp as torchs
+
+from axon_ps import World
+from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.parallel import FSDPModule, sharded_model
+from axon_ps.testing import run_threads
+from composed_model import Model, difference, init, shard, train
+
+
+def public(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", list(public(torchs.FSDPModule)))
+def test_every_method_of_torch_is_here_with_its_arguments(name: str) -> None:
+    theirs = inspect.signature(public(torchs.FSDPModule)[name]).parameters
+    ours = inspect.signature(getattr(FSDPModule, name)).parameters
+    assert list(ours) == list(theirs)
+    assert [p.kind for p in ours.values()] == [p.kind for p in theirs.values()]
+    assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_units_are_unsharded_and_resharded_by_hand() -> None:
+    def run(world: World) -> None:
+        model = shard(Model())
+        assert model.blocks[0].unshard() is None
+        handle = model.blocks[1].unshard(async_op=True)
+        handle.wait()
+        assert torch.equal(model.blocks[0].up.weight, Model().blocks[0].up.weight)
+        with pytest.raises(Misuse, match="on the shard servers"):
+            model.blocks[2].up.weight.sum()
+        model.blocks[0].reshard()
+        with pytest.raises(Misuse, match="on the shard servers"):
+            model.blocks[0].up.weight.sum()
+        for unit in (model, *model.blocks):
+            unit.unshard()
+        assert difference(values(model), init()) == 0
+        model.reset_iter_state()
+        with pytest.raises(Misuse, match="on the shard servers"):
+            model.blocks[1].up.weight.sum()
+
+    run_threads(run, 1)
+
+
+NO_EFFECT = {
+    "set_is_last_backward": (False,),
+    "set_requires_all_reduce": (True,),
+    "set_gradient_divide_factor": (2.0,),
+    "set_reduce_scatter_divide_factor": (2.0,),
+    "set_reshard_after_forward": (False,),
+    "set_reshard_after_backward": (False,),
+    "set_post_optim_event": (None,),
+    "set_force_sum_reduction_for_comms": (True,),
+    "set_unshard_in_backward": (False,),
+    "set_allocate_memory_from_process_group_for_comm": (True,),
+    "set_reduce_scatter_unused_params": (True,),
+    "set_reduce_scatter_max_input_buffers": (3,),
+    "set_separate_reduce_scatter_group": (True,),
+}
+
+
+def test_methods_that_choose_when_bytes_move_change_no_value() -> None:
+    def run(world: World, calls: bool) -> dict[str, torch.Tensor]:
+        model = shard(Model())
+        if calls:
+            for name, given in NO_EFFECT.items():
+                getattr(model, name)(*given)
+            model.set_modules_to_forward_prefetch(list(model.blocks))
+            model.blocks[0].set_modules_to_backward_prefetch([model.blocks[1]])
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1), world.rank, world.world_size)
+
+    called, plain = (run_threads(run, 2, args=(calls,))[0] for calls in (True, False))
+    assert difference(called, plain) == 0
+
+
+REFUSED = {
+    "set_custom_all_gather": ((None,), "give a compressor"),
+    "set_custom_reduce_scatter": ((None,), "give a compressor"),
+    "set_all_reduce_hook": ((print,), r"param\.register_hook"),
+    "set_symm_mem_for_comm": ((), "leave it out"),
+    "set_requires_all_reduce": ((False,), r"set_requires_gradient_sync\(False\)"),
+    "set_gradient_divide_factor": ((1.0,), r"multiply the loss by 2 / 1\.0"),
+    "set_modules_to_forward_prefetch": (([torch.nn.ReLU()],), "was given a ReLU"),
+}
+
+
+def test_methods_that_change_what_is_communicated_are_refused() -> None:
+    def run(world: World) -> None:
+        model = shard(Model())
+        for name, (given, says) in REFUSED.items():
+            with pytest.raises(InvalidRequest, match=says):
+                getattr(model, name)(*given)
+        for call in (model.blocks[0].set_requires_gradient_sync, model.set_requires_gradient_sync):
+            with pytest.raises(InvalidRequest, match="call it on the model"):
+                call(False, recurse=call.__self__ is not model)
+
+    run_threads(run, 2)
+
+
+def test_every_method_is_in_one_of_the_tables() -> None:
+    shown = {*NO_EFFECT, *REFUSED, "unshard", "reshard", "reset_iter_state", "set_requires_gradient_sync"}
+    assert public(torchs.FSDPModule).keys() - shown == {"set_modules_to_backward_prefetch"}
+
+
+def test_values_are_loaded_before_and_after_the_first_use() -> None:
+    def run(world: World) -> None:
+        model = shard(Model())
+        ones, twos = ({k: torch.full_like(v, n) for k, v in init().items()} for n in (1.0, 2.0))
+        model.load_state_dict(ones)
+        assert difference(model.state_dict(), ones) == 0
+        model(torch.ones(1, 8))
+        assert difference(model.state_dict(), ones) == 0
+        assert sharded_model(model).version == 0
+        model.load_state_dict(twos)
+        assert difference(model.state_dict(), twos) == 0
+        with pytest.raises(Misuse, match="module inside the wrapped model"):
+            model.blocks[0].load_state_dict(Model().blocks[0].state_dict())
+
+    run_threads(run, 2)
+
+
+def test_a_model_is_moved_and_cast_until_its_first_use() -> None:
+    def run(world: World) -> None:
+        model = shard(Model()).double().float()
+        model(torch.ones(1, 8))
+        model.to("cpu")
+        with pytest.raises(Misuse, match="cannot go from"):
+            model.double()
+
+    run_threads(run, 1)
+
+
+def test_gradients_are_dropped_before_they_are_applied() -> None:
+    def run(world: World) -> None:
+        model = shard(Model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+        model.zero_grad()
+        assert difference(model.state_dict(), init()) == 0
+        (model(torch.ones(1, 8)).sum() * 0).backward()
+        optimizer.step()
+        assert optimizer.last.committed  # type: ignore[attr-defined]
+        assert difference(model.state_dict(), init()) == 0, "the first gradients were dropped"
+
+    run_threads(run, 1)
