@@ -257,6 +257,7 @@ class Shell:
         self._events = EventLog()
         self._actions: list[Action] = []
         self._writer: asyncio.Task[None] | None = None
+        self._learning: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timing = False
         self._failed: asyncio.Future[None] = self._loop.create_future()
@@ -328,6 +329,10 @@ class Shell:
         self._check()
         check_known(known, self.state.id, self.state.membership.generation)
         self._failing = True  # nothing is decided any more
+        self._learning = self._loop.create_task(self._learn(known, why))
+        await asyncio.shield(self._learning)  # which goes on if the server's stream ends
+
+    async def _learn(self, known: Knowledge, why: str) -> None:
         if self._writer is not None:
             await asyncio.wait([self._writer])
         try:
@@ -347,6 +352,8 @@ class Shell:
             if self._records.trouble:
                 self._writer.cancel()
             await asyncio.wait([self._writer])
+        if self._learning is not None:
+            await asyncio.wait([self._learning])
         self._records.close()
         if not self._failed.cancel() and not self._failed.cancelled():
             self._failed.exception()  # retrieved, since perhaps no task has waited for it

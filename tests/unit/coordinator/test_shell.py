@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core.access.callers import Caller
+from axon_ps.coordinator.core.restart.knowledge import Knowledge
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_from_proto
 from axon_ps.coordinator.server import shell as shell_module
-from axon_ps.coordinator.server.shell import MemberSession, Shell
+from axon_ps.coordinator.server.shell import MemberSession, Shell, StateLearned
 from axon_ps.errors import Broken, Busy, InternalError, InvalidRequest, StorageFull
 from axon_ps.storage.state_store import MemoryStateStore, Record
 from axon_ps.types import Membership, Role
@@ -110,6 +112,25 @@ def join(shell: Shell) -> MemberSession:
     request = JoinRequest(job="job", incarnation="a" * 32, node="n")
     shell.perform(shell.state.join(session.number, Role.WORKER, request, shell.now()))
     return session
+
+
+def test_what_a_server_tells_is_learned_although_its_stream_ends() -> None:
+    """Else the coordinator would decide nothing any more, and not end either."""
+
+    async def test(shell: Shell, store: SlowStore) -> None:
+        store.gate.release()
+        await put(shell, "stored")
+        await started(store)
+        newer = dataclasses.replace(shell.state.membership, generation=7, state_id=shell.state.id)
+        telling = asyncio.ensure_future(shell.learn(Knowledge(membership=newer, revoked={}), "generation 7"))
+        await started(store)
+        telling.cancel()
+        await asyncio.wait([telling])
+        store.gate.release()
+        with pytest.raises(StateLearned, match="generation 7"):
+            await shell.failed()
+
+    run(test)
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
