@@ -54,7 +54,7 @@ class ServerPlugin:
         InvalidRequest: the strategy is NO_SHARD.
     """
 
-    sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD
+    sharding_strategy: ShardingStrategy | str | None = None
     unit_types: Collection[type[nn.Module]] | type[nn.Module] = ()
     auto_wrap_policy: Callable[..., bool] | None = None
     cpu_offload: CPUOffload | bool | str = CPUOffload.NONE

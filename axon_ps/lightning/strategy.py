@@ -68,7 +68,7 @@ class AxonStrategy(DDPOverAxon):
 
     def __init__(
         self,
-        sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
+        sharding_strategy: ShardingStrategy | str | None = None,
         unit_types: Collection[type[nn.Module]] | type[nn.Module] = (),
         auto_wrap_policy: Callable[..., bool] | None = None,
         cpu_offload: CPUOffload | bool | str = CPUOffload.NONE,

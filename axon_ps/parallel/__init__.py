@@ -25,6 +25,7 @@ from axon_ps.parallel.ddp.synchronizer import GradientSynchronizer, GradSyncStra
 from axon_ps.parallel.diloco import DiLoCo, LocalSGD
 from axon_ps.parallel.elastic_loader import ElasticLoader
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.on_servers.traffic import TrafficEstimate, estimate
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.fsdp2.api import fully_shard, register_fsdp_forward_method, sharded_model
@@ -89,9 +90,11 @@ __all__ = [
     "Synchronous",
     "TensorParallelAttention",
     "TopK",
+    "TrafficEstimate",
     "WeightReceiver",
     "clip_grad_norm",
     "comm_hook",
+    "estimate",
     "fully_shard",
     "load_weights",
     "register_fsdp_forward_method",

@@ -68,6 +68,9 @@ ASKED_LEASES: Final = 2
 _logger = logging.getLogger(__name__)
 
 
+_NO_TASK: asyncio.Task[None] | None = None
+
+
 class StateLearned(Broken):
     """A newer state than that of this leadership was learned: the next leadership begins with it."""
 
@@ -256,8 +259,7 @@ class Shell:
         self._number = 0
         self._events = EventLog()
         self._actions: list[Action] = []
-        self._writer: asyncio.Task[None] | None = None
-        self._learning: asyncio.Task[None] | None = None
+        self._writer = self._learning = _NO_TASK
         self._timer: asyncio.TimerHandle | None = None
         self._timing = False
         self._failed: asyncio.Future[None] = self._loop.create_future()
@@ -319,8 +321,7 @@ class Shell:
         """Write a shard server's knowledge, which is newer than the state. Then this leadership is over.
 
         Args:
-            known: the knowledge.
-            why: the part of it that is newer, as text.
+            known, why: the knowledge, and the part of it that is newer, as text.
 
         Raises:
             Broken: the coordinator is stopping.
@@ -348,12 +349,10 @@ class Shell:
         if self._timer is not None:
             self._timer.cancel()
         self._close_everything(Broken("the coordinator is stopping; its state is kept; join again when it is back"))
-        if self._writer is not None:
-            if self._records.trouble:
-                self._writer.cancel()
-            await asyncio.wait([self._writer])
-        if self._learning is not None:
-            await asyncio.wait([self._learning])
+        if self._writer is not None and self._records.trouble:
+            self._writer.cancel()
+        if tasks := [task for task in (self._writer, self._learning) if task is not None]:
+            await asyncio.wait(tasks)
         self._records.close()
         if not self._failed.cancel() and not self._failed.cancelled():
             self._failed.exception()  # retrieved, since perhaps no task has waited for it

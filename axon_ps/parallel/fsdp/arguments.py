@@ -36,7 +36,7 @@ class Arguments:
     """The arguments of `FullyShardedDataParallel` in their canonical form. See there for their meaning."""
 
     module: nn.Module
-    sharding_strategy: ShardingStrategy
+    sharding_strategy: ShardingStrategy | None
     cpu_offload: CPUOffload
     mixed_precision: MixedPrecision
     unit_types: tuple[type[nn.Module], ...]
@@ -97,8 +97,6 @@ def _member(kind: type[_EnumT], value: Any) -> _EnumT:
 
 
 def _strategy(value: Any) -> ShardingStrategy:
-    if value is None:
-        return ShardingStrategy.FULL_SHARD
     if _is_torchs(value, "ShardingStrategy"):
         if value.name not in ShardingStrategy.__members__:
             raise _Refused("there is no such strategy here; HYBRID_SHARD comes closest")
@@ -204,7 +202,7 @@ def _names(kind: type[enum.Enum]) -> str:
 
 _TABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "module": (partial(_an, nn.Module), "an nn.Module"),
-    "sharding_strategy": (_strategy, f"one of {_names(ShardingStrategy)}, or its name"),
+    "sharding_strategy": (partial(_or_none, _strategy), f"one of {_names(ShardingStrategy)}, or its name"),
     "cpu_offload": (_offload, f"one of {_names(CPUOffload)}, its name, True (FULL) or False (NONE)"),
     "mixed_precision": (_precision, "a MixedPrecision, a torch.dtype, True or False"),
     "unit_types": (_kinds, "module classes, as in unit_types={Block}"),

@@ -28,6 +28,7 @@ from axon_ps.parallel.fsdp.hybrid.node_groups import WorldNodeGroups
 from axon_ps.parallel.fsdp.memory import BufferPool, host_empty
 from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime
 from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit
+from axon_ps.parallel.fsdp.on_servers import traffic
 from axon_ps.parallel.fsdp.on_servers.server_runtime import ServerRuntime
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, NodeSource, ParameterSource, RemoteSource
@@ -54,17 +55,20 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
     Raises:
         Misuse, InvalidRequest: as of `FullyShardedDataParallel`.
     """
-    module, strategy, mixed, group = given.module, given.sharding_strategy, given.mixed_precision, current_group(group)
-    if not group.is_world and len(group.ranks) != world_of(group).world_size:  # it may change at any moment
-        check_sub_group(len(group.ranks), world_of(group).world_size, strategy)
+    module, mixed, group = given.module, given.mixed_precision, current_group(group)
     world = world_of(group)
-    replicated = strategy is ShardingStrategy.NO_SHARD
-    policy = checked_policy(given.policy, strategy, given.cpu_offload)
-    node_size = checked_node_size(given.intra_node_size, strategy, world.membership.workers)
+    members = world.membership.workers
     wrap.refuse_wrapped(module, "FSDP")
     wrap.refuse_sparse(module, given.ignored_parameters)
     is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
     wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
+    device = given.device or _device_of(wrapped_units)
+    strategy, why = traffic.strategy_for(given, members, device)
+    if not group.is_world and len(group.ranks) != world.world_size:  # it may change at any moment
+        check_sub_group(len(group.ranks), world.world_size, strategy)
+    replicated = strategy is ShardingStrategy.NO_SHARD
+    policy = checked_policy(given.policy, strategy, given.cpu_offload)
+    node_size = checked_node_size(given.intra_node_size, strategy, members)
     wrap.refuse_shared_memory(module, wrapped_units)
     built = wrap.widest_dtype(wrapped_units)
     layout = wrap.layout_of(wrapped_units)
@@ -93,11 +97,12 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
             precision=mixed,
             spec=spec,
             name=name or "",
-            device=given.device or _device_of(wrapped_units),
+            device=device,
             built=built,
             node_size=node_size,
             prefetch=given.prefetch,
         )
+        traffic.log_choice(wrapping, wrapped_units, world.membership, why)
         yield wrapping, wrapped_units
 
 

@@ -58,7 +58,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         group: the workers that train it: a world, or its default group; None = the current world. Under NO_SHARD it may
             be any group of the world.
         sharding_strategy: the part of the model that stays in a worker's memory between uses; its name and torch's
-            `ShardingStrategy` are accepted, too. None = FULL_SHARD.
+            `ShardingStrategy` are accepted, too. None = HYBRID_SHARD if every node has the same number of workers, more
+            than one, on GPUs with NCCL, else FULL_SHARD; a log line has the reason and the bytes of each.
         cpu_offload: the part of that in host memory; torch's `CPUOffload` is accepted, too, and True for FULL.
         mixed_precision: dtypes of compute and wire; a dtype for `MixedPrecision(param_dtype=...)`, True for bfloat16,
             or torch's `MixedPrecision`.

@@ -41,9 +41,9 @@ def fully_shard(
         module: the module. Of a list of modules each becomes a unit of its own.
         mesh: torch's `DeviceMesh` of all workers. Of two dimensions, the second is the workers that share a replica
             (HYBRID_SHARD). None = all workers of the current world.
-        reshard_after_forward: of the units: True or None = FULL_SHARD, False for all of them = SHARD_GRAD_OP, a number
-            = HYBRID_SHARD with nodes of so many workers. That of the model counts if it has no units; None is False
-            then, as in torch.
+        reshard_after_forward: of the units: None = the default of `FullyShardedDataParallel`, True for one of them =
+            FULL_SHARD, False for all of them = SHARD_GRAD_OP, a number = HYBRID_SHARD with nodes of so many workers.
+            That of the model counts if it has no units; None is False then, as in torch.
         shard_placement_fn: has no effect: the servers divide the values of a unit by number, not by dimension.
         mp_policy: torch's `MixedPrecisionPolicy`, or our `MixedPrecision`; the same in all calls for a model.
         offload_policy: torch's `CPUOffloadPolicy` (CPUOffload.FULL) or `OffloadPolicy`; or our `CPUOffload`.

@@ -177,8 +177,8 @@ def _build(root: Mark) -> ComposedModel:
     )
 
 
-def _strategy(root: Options, units: list[Options]) -> tuple[ShardingStrategy, int | None]:
-    """Return the strategy that the options choose, and the workers of a node; see `api.fully_shard`."""
+def _strategy(root: Options, units: list[Options]) -> tuple[ShardingStrategy | None, int | None]:
+    """Return the strategy that the options choose (None = they do not), and the workers of a node."""
     given = units or [root]
     sizes = {o.reshard_after_forward for o in given if type(o.reshard_after_forward) is int}
     sizes |= {o.mesh[1] for o in (root, *units) if len(o.mesh) > 1}
@@ -187,8 +187,10 @@ def _strategy(root: Options, units: list[Options]) -> tuple[ShardingStrategy, in
         raise InvalidRequest(f"reshard_after_forward and mesh name nodes of {named} workers; pass one size")
     if sizes:
         return ShardingStrategy.HYBRID_SHARD, sizes.pop()
-    reshards = any(o.reshard_after_forward is None for o in units) or any(o.reshard_after_forward for o in given)
-    return (ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP), None
+    reshards = {o.reshard_after_forward for o in given}
+    if units and None in reshards:
+        return (ShardingStrategy.FULL_SHARD if True in reshards else None), None
+    return (ShardingStrategy.FULL_SHARD if True in reshards else ShardingStrategy.SHARD_GRAD_OP), None
 
 
 def _check_meshes(meshes: Iterable[tuple[int, ...]], world_size: int) -> None:
