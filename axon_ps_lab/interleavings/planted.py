@@ -198,6 +198,14 @@ PLANTS: Final = (
         real="a worker of a state that was lost ended with PermissionDenied, instead of trying again (seed 419019)",
     ),
     Plant(
+        "a server with values of a later version begins again at that version",
+        "shard/core/engine.py",
+        "        self.version = version\n        self.parameters.withdraw()\n",
+        "        self.parameters.withdraw()\n",
+        rare=True,
+        real="a job that began again after a loss stopped: servers with old values reported them (seed 427507)",
+    ),
+    Plant(
         "sums of one generation are forwarded as those of the newest",
         "shard/server/forwarding.py",
         "generation=engine.generation, placement=known)",

@@ -179,6 +179,11 @@ class ShardEngine:
         owned.copied_from_primary(self.version, changed, copied, frames, digests)
         self.counters["slices_copied"] += 1
 
+    def withdraw(self, version: int) -> None:
+        """Withdraw the values: a worker uploads those of a version, which may be earlier."""
+        self.version = version
+        self.parameters.withdraw()
+
     def restored(self, version: int, optimizer: OptimizerSpec | None) -> None:
         """Serve the values of a checkpoint, which the slices have published.
 

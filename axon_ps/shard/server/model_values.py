@@ -110,7 +110,7 @@ class ModelValues:
 
     def _withdraw(self, order: RestoreOrder) -> None:
         """Withdraw the values before a worker uploads others."""
-        self._engine.parameters.withdraw()
+        self._engine.withdraw(order.version)
         self._withdrawn = order.epoch
         self._waiters.wake_all()
         if self._engine.parameters.initialized:  # no slice is owned here

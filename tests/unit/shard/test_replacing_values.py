@@ -64,3 +64,14 @@ def test_nobody_uploads_over_values_that_were_trained() -> None:
     engine.parameters.withdraw()
     with pytest.raises(Misuse, match="version 3"):
         upload(engine, 2.0)
+
+
+def test_a_job_that_begins_again_begins_at_its_first_version() -> None:
+    """Also on a server that holds values of a later one; else it would end, since the job is at version 0."""
+    engine = make()
+    engine.parameters.begin_restore(uploaded=True)
+    engine.withdraw(0)
+    assert engine.version == 0
+    assert upload(engine, 2.0) == [False, True]
+    engine.parameters.restored()
+    assert engine.parameters.available(0, 0, 0)
