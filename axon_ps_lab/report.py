@@ -72,7 +72,7 @@ def _line(value: Any) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under a title; numbers are aligned right, floats have two decimals, None is a blank."""
+    """Print rows under a title. Columns of numbers are aligned right. Floats have two decimals. None is a blank."""
     texts = [[_text(value) for value in row] for row in rows]
     widths = [max(len(column), *(len(row[i]) for row in texts), 0) for i, column in enumerate(columns)]
     numeric = [all(isinstance(row[i], (int, float, NoneType)) for row in rows) for i in range(len(columns))]

@@ -201,7 +201,7 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------ state
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return every parameter and buffer, on the first process; {} on the others."""
+        """Return every parameter and persistent buffer, on the first process; {} on the others."""
         state: dict[str, Any] = super().get_state_dict(model, unwrap) if self.is_main_process else {}
         return state
 

@@ -6,11 +6,11 @@ which check a payload before it is used. Refuses: bytes that are not a bulk mess
 Bulk messages are `Chunk` (parameters and gradients) and `CollectiveChunk`.
 
 Note: [The payload comes last]
-    `payload` has the highest field number of a bulk message, the same in all of them, and protobuf's own encoders write
-    fields in ascending order. So the encoding of a complete chunk is the encoding of its small fields, then the
-    payload's tag, its length and its bytes. Protobuf encodes the small fields here, and the rest is joined to them. The
-    payload is copied at most once, into the message. Decoding is the reverse and copies nothing: the small fields are
-    skipped, protobuf decodes the bytes before the payload, and the rest is returned as a view.
+    `payload` has the same number in all bulk messages, and we write it last. So the encoding of a complete chunk is the
+    encoding of its small fields, then the payload's tag, its length and its bytes. Protobuf encodes the small fields
+    here, and the rest is joined to them. The payload is copied at most once, into the message. Decoding is the reverse
+    and copies nothing: the small fields are skipped, protobuf decodes the bytes before the payload, and the rest is
+    returned as a view.
 
     The begin of the payload is found by its tag, followed by the length of the rest. The tag's byte may be found in
     another field, too. But if protobuf can decode all bytes before it, a field begins there, and it is the payload.

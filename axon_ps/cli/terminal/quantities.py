@@ -1,4 +1,4 @@
-"""Bytes, rates, times and work as text, and times parsed from text."""
+"""Bytes, times, work and curves as text, and times parsed from text."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class ShardServicer:
         dtype: DType,
         member: Member,
     ) -> None:
-        """Send a lease on the unit's memory, or an empty message if the caller must gather a copy."""
+        """Send a lease on the unit's memory, or a chunk without one if the caller must gather a copy."""
         engine = shell.engine
         peer = self._shell.same_host.find(member.id)
         while True:
@@ -326,7 +326,7 @@ class ShardServicer:
         assert engine.spec is not None
         if not 0 < header.numel <= engine.spec.options.chunk_numel:
             raise InvalidRequest(
-                f"a sum of {header.numel} elements was leased; a chunk has at most {engine.spec.options}"
+                f"a sum of {header.numel} elements was leased; a chunk has at most {engine.spec.options.chunk_numel}"
             )
         total = np.empty(header.numel, np.float32)
         leases.read(self._shell.same_host.peer(member.id), header.lease, total)

@@ -1,4 +1,4 @@
-"""Hostile connections to a gRPC server: they send bytes that no client of gRPC's would send.
+"""Hostile clients of a gRPC server: they send bytes that no gRPC client would send, too many of them, or none.
 
 Each kind is a coroutine that misbehaves on a connection for a bounded time. A connection that the server neither
 answers nor ends is not a finding: the server's health is checked separately. Frames are built with hyperframe and
