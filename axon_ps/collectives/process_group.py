@@ -135,6 +135,10 @@ class ProcessGroup:
         """
         return self._who.rank
 
+    def __repr__(self) -> str:
+        here = f"this worker at position {self.rank}" if self._who.joined else "without this worker"
+        return f"<{type(self).__name__} {self.name!r} of ranks {list(self.ranks)}, {here}>"
+
     def contains(self, rank: int) -> bool:
         """Return True if a world rank is a member."""
         return rank in self.ranks

@@ -7,6 +7,7 @@ Buffers are in the servers' checkpoint. An older checkpoint has them in a file b
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import warnings
@@ -160,7 +161,13 @@ def moved(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(hasattr(param, "_axon_home") for param in params):
         return optimizer
-    return MovedOptimizer(optimizer)
+    return _by_name(type(optimizer).__name__)(optimizer)
+
+
+@functools.cache
+def _by_name(name: str) -> type[MovedOptimizer]:
+    """Return the class with another name, which frameworks log: a learning rate is "lr-AdamW"."""
+    return type(name, (MovedOptimizer,), {"__module__": __name__})
 
 
 def broadcast_buffers(model: FullyShardedDataParallel, *, in_training_only: bool = False) -> None:

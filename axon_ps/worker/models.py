@@ -177,7 +177,11 @@ class Models:
         with reminding(_logger, lambda: f"model {name!r} is to be registered, first of all by rank {first}"):
             reply = self._loop.run(registering)
         client = self.client(reply.model)
-        client.registered(spec, reply, name)
+
+        async def take() -> None:  # on the loop, where gathers may wait for the layout
+            client.registered(spec, reply, name)
+
+        self._loop.run(take())
         with self._view.changed:
             self._by_name[name] = client
             self._view.models = len(self._by_name)

@@ -148,6 +148,14 @@ class World:
 
     new = init
 
+    def __repr__(self) -> str:
+        members = self.membership
+        state = "complete" if members.complete else f"waiting for {members.waiting_for}"
+        return (
+            f"<{type(self).__name__} of job {self._config.job!r}: rank {self.rank} of {len(members.workers)} workers, "
+            f"{len(members.shards)} shard servers, generation {members.generation}, {state}>"
+        )
+
     @property
     def rank(self) -> int:
         """This worker's rank, which does not change while the process runs."""

@@ -182,6 +182,11 @@ class FullyShardedDataParallel(ModuleWrapper):
             return self._run_gathered(inside, args, kwargs)
         return output
 
+    def extra_repr(self) -> str:
+        """Return its line in `repr()`."""
+        workers = len(self.process_group.ranks)
+        return f"{self.name or 'a model'!r}: {self.strategy.name}, {workers} workers, version {self.version}"
+
     @property
     def strategy(self) -> ShardingStrategy:
         """The sharding strategy."""

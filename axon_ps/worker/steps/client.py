@@ -94,7 +94,7 @@ class StepClient:
             view.job.changed.notify_all()
 
     def registered(self, spec: JobSpec, reply: Registered, name: str) -> None:
-        """Record that this process has registered the model, with this layout and this reply."""
+        """Record that this process has registered the model, with this layout and this reply. Called on the loop."""
         with self.view.job.changed:
             self._shards.set_spec(spec)
             self.view.registered(spec, reply, name)

@@ -49,6 +49,7 @@ def test_a_moved_optimizer_and_its_scheduler_do_what_torchs_do() -> None:
         optimizer, scheduler = adamw(model)
         ours = moved(optimizer)
         assert isinstance(ours, MovedOptimizer)
+        assert type(ours).__name__ == "AdamW", "frameworks log it"
         scheduler.optimizer = ours
         trained(model, ours, scheduler)
         assert ours.param_groups[0]["lr"] == pytest.approx(0.05 / 5)
