@@ -1,7 +1,7 @@
 """The commands `auth init | issue | token | show | revoke | table`: secrets, certificates and tokens of a job.
 
-All but `revoke` work on files alone: the holder of the job's secret has its authority, and no service is asked. Secrets
-and private keys are written to files that only this user can read, and never printed; a token of a role is printed,
+All but `revoke` work without a service, since the holder of the job's secret has the job's authority. Secrets and
+private keys are never printed. They are written to files that only this user can read. A token of a role is printed,
 unless a file is named for it.
 """
 

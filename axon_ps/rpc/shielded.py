@@ -38,7 +38,7 @@ def _nothing() -> None:
 
 
 class Shielded(Generic[T]):
-    """Awaits a coroutine to its end even if the task is cancelled meanwhile; the task is cancelled afterwards.
+    """Awaits a coroutine to its end and delays a cancellation of the task until then.
 
     It is like `asyncio.shield`, but without another task and iteration of the loop, for frequent calls.
 

@@ -39,7 +39,7 @@ def run_threads(
         kwargs: its keyword arguments.
         shards: as for `World.mock`.
         nodes: as for `World.mock`.
-        timeout_s: limit for all of them together, in seconds; also the default deadline of every operation.
+        timeout_s: limit for all of them together, in seconds; also the default time-out of every operation.
 
     Returns:
         Their return values, by rank.

@@ -33,7 +33,7 @@ class Groups:
         make: makes backends.
         store: for the rendezvous of members.
         backend: name of the default group's backend.
-        timeout_s: default deadline of collectives.
+        timeout_s: default time-out of collectives.
         recorder: the flight recorder.
         incarnation: returns this worker's incarnation, once it has joined.
     """

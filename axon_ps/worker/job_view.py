@@ -26,7 +26,7 @@ class JobView:
 
     Args:
         incarnation: ours, once the session knows it.
-        timeout_s: default deadline of every wait, in seconds.
+        timeout_s: default time-out of every wait, in seconds.
 
     Attributes:
         changed: notified after every event; locked while one is applied.

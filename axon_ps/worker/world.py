@@ -60,7 +60,7 @@ class World:
 
     Args:
         worker: the worker that joins the job; closed with the world.
-        timeout_s: default deadline of every operation, in seconds.
+        timeout_s: default time-out of every operation, in seconds.
 
     Raises:
         Misuse: no `worker` was given: `World.init()` makes a world and joins.
@@ -118,7 +118,7 @@ class World:
         Args:
             config: this worker's configuration; None = from the environment (docs/environment.md). If that names no
                 coordinator, as under torchrun, the workers start one, and shard servers.
-            timeout_s: default deadline of every operation on this world, in seconds.
+            timeout_s: default time-out of every operation on this world, in seconds.
             join_timeout_s: most seconds to wait for the coordinator and for the other members.
 
         Raises:
@@ -302,7 +302,7 @@ class World:
             world_size: number of workers; None = one, which is this thread's current world at once.
             shards: number of shard servers.
             nodes: number of nodes that the workers appear to be on.
-            timeout_s: default deadline of every operation, in seconds.
+            timeout_s: default time-out of every operation, in seconds.
 
         Returns:
             The world, or a list of them by rank. Each has to be closed.

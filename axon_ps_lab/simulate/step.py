@@ -305,7 +305,7 @@ class _Worker:
         yield self._compute(0, _FORWARD)
 
     def _backward(self, number: int, expected: dict[int, simpy.Event]) -> Process:
-        """Run backward: the root's compute, as of a head, comes first; its gradient is complete at the end."""
+        """Run backward. The root is computed first, like a head. The root's gradient is complete at the end."""
         yield self._compute(0, 1 - _FORWARD)
         for unit in reversed(self._blocks):
             upcoming = list(range(unit - 1, 0, -1))

@@ -1,6 +1,6 @@
 """The interface of backends: the collectives of one group of ranks, over flat arrays.
 
-A `Backend` moves and reduces bytes; tensors, shapes, `Work` and default deadlines are not its concern. `ProcessGroup`
+A `Backend` moves and reduces bytes; tensors, shapes, `Work` and default time-outs are not its concern. `ProcessGroup`
 is the layer above: it turns users' arrays into flat ones, numbers the calls, and runs one call of a group after the
 other. So a backend is never called concurrently, except `send`, `recv` and `abort`.
 

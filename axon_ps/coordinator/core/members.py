@@ -4,14 +4,14 @@ Note: [Finished]
     A worker that leaves as *finished* needs no replacement, unlike a dead one: the job needs one worker less (see
     `Assembly.needed_workers`). Barriers of all workers go on without it. Later memberships name it, so that the
     messages it sent before are still delivered. A synchronous step of the others does abort, since its average would be
-    of other replicas than those that pushed. When the last worker has finished, the job is over, and workers that join
-    begin it anew. When the last worker has died, its replacement goes on.
+    of other replicas than those that pushed. When the last worker has finished, the job is over. Workers that join
+    after that begin it anew. When the last worker has died, its replacement goes on.
 
 Note: [Between two steps]
     Shard servers that join or have been drained wait for the end of a step (`handover`). A server whose connection has
     just broken does not wait if it is back with its slices. At the end of the step primaries are swapped (`placements`)
-    before the decision is sent, and the members change after it. The workers have all voted, so they make their next
-    step in the new generation, and no step is aborted.
+    before the decision is sent, and the members change after it. All workers have voted by then and make
+    their next step in the new generation. So no step is aborted.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Performer:
 
     Args:
         group: our group.
-        timeout_s: default deadline.
+        timeout_s: default time-out.
     """
 
     def __init__(self, group: ProcessGroup, timeout_s: float) -> None:

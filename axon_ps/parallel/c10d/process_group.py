@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 _Base: Any = dist.ProcessGroup  # not its type: torch declares overloads that a subclass need not have
 
 Split = Callable[[list[int], str, float], "AxonProcessGroup"]
-"""Makes a group of some members from their positions, its name and its default deadline in seconds."""
+"""Makes a group of some members from their positions, its name and its default time-out in seconds."""
 
 
 @uncompiled_methods
@@ -57,7 +57,7 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
     Args:
         group: our group of the same members in the same order.
         store: c10d's store of this group.
-        timeout_s: default deadline of operations.
+        timeout_s: default time-out of operations.
         on_shutdown: frees the group's resources.
         split: makes a group of some of its members.
     """
@@ -163,7 +163,7 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
         return Backend.Options(BACKEND, timedelta(seconds=self._performer.timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the default deadline."""
+        """Change the default time-out."""
         self._performer.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -368,7 +368,7 @@ class AxonProcessGroup(_Base):  # type: ignore[misc]
 
         Args:
             new_ranks: positions in this group.
-            timeout: default deadline; None = ours.
+            timeout: default time-out; None = ours.
             opts: ignored.
             group_name: the same on every member and never used before; None = our name, the ranks and a counter.
             group_desc: its description.

@@ -1,9 +1,9 @@
-"""The servers that hold a model's slices, and those that are to hold them. Pure.
+"""The present and the planned holders of a model's slices. Pure.
 
 From the time of its first values on, a shard server holds slices in the incarnation in which it received them. When it
 is lost, the other holders of a slice go on with it (`sharding.placement`). A lost server stays the holder of a slice
-that has no other holder, since it may come back. Another incarnation of it holds nothing, and the job waits until a
-checkpoint is restored.
+that has no other holder, since it may come back. Another incarnation of it holds nothing. Then a checkpoint must
+be restored before the job goes on.
 
 Note: [A connection that broke]
     A server counts as lost when its connection breaks, since a death is noticed soonest in this way. But it may live
