@@ -508,6 +508,6 @@ def test_what_cannot_be_says_why() -> None:
             mixed_precision=MixedPrecision(reduce_dtype="int8"),
         )
     with pytest.raises(InvalidRequest, match="intra_node_size is for HYBRID_SHARD"):
-        make(Model(), intra_node_size=2)
+        make(Model(), sharding_strategy=ShardingStrategy.FULL_SHARD, intra_node_size=2)
     with pytest.raises(InvalidRequest, match="intra_node_size is 2 and the world has 1 workers"):
         make(Model(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, intra_node_size=2)

@@ -16,7 +16,7 @@ from torch.distributed import fsdp as torchs
 
 from axon_ps import World
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel import DDP, FSDP, CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
+from axon_ps.parallel import DDP, FSDP, CPUOffload, MixedPrecision, fully_shard
 from axon_ps.parallel.ddp import torch_arguments as tables
 from axon_ps.parallel.fsdp.arguments import understood
 
@@ -154,6 +154,5 @@ def test_every_field_of_torchs_classes_is_known(kind: Any) -> None:
     assert {field.name for field in dataclasses.fields(kind)} == FIELDS[kind]
 
 
-def test_no_strategy_is_the_first_as_in_torch() -> None:
-    assert understood("sharding_strategy", None) is ShardingStrategy.FULL_SHARD
+def test_an_empty_policy_is_none() -> None:
     assert understood("mixed_precision", torchs.MixedPrecisionPolicy()) == MixedPrecision()
