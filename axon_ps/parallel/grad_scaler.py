@@ -63,6 +63,7 @@ class GradScaler(torch.amp.GradScaler):
         decides = not runtime.accumulation.goes_on
         with runtime.loss_scale.stepping(self.get_scale()):
             result: Any = optimizer.step(*args, **kwargs)
+        result = getattr(optimizer, "last", result)  # one of torch's for `fully_shard` returns the loss
         if not isinstance(result, StepResult):
             raise Misuse(
                 f"GradScaler makes steps of axon_ps.parallel's optimizers, and {type(optimizer).__name__} is another: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -45,7 +46,8 @@ class MixedPrecision:
         param_dtype: parameters during forward and backward; None = the dtype the model was built with.
         wire_dtype: parameters on their way from the servers; None = as `param_dtype`, or a dtype that holds the values
             of all parameters as they were built: f32 for units in bfloat16 beside units in f32.
-        reduce_dtype: gradients on their way to the servers, where they are summed in f32; None = as `wire_dtype`.
+        reduce_dtype: gradients on their way to the servers, where they are summed in f32; None = as `wire_dtype`. If it
+            is wider than `param_dtype`, those of `no_sync()` are summed in f32, too.
         output_dtype: floating-point outputs of the whole model; None = as they come.
         buffer_dtype: floating-point buffers; None = as they were built.
         cast_forward_inputs: True to cast floating-point inputs of the whole model to `param_dtype`.
@@ -107,9 +109,12 @@ def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) ->
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return nested lists, tuples and dicts, in which floating-point tensors are cast."""
+    """Return nested lists, tuples, dicts and dataclasses, in which floating-point tensors are cast."""
 
     def cast_one(item: Any) -> Any:
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            given = {f.name: getattr(item, f.name) for f in dataclasses.fields(item) if f.init}
+            return dataclasses.replace(item, **cast_floats(given, dtype))
         return item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
 
     return torch.utils._pytree.tree_map(cast_one, value)

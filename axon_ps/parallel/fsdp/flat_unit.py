@@ -462,7 +462,7 @@ class ModuleUnit:
     uses: int = 0  # forwards with gradients since the last backward
     fired: set[nn.Parameter] = field(default_factory=set)
     expected: int = 0  # number of parameters that will fire: those that require a gradient
-    pushes: list[tuple[int, bool]] = field(default_factory=list)  # its forwards under way: thread, whether hooks began
+    pushes: list[tuple[int, bool, bool]] = field(default_factory=list)  # of its forwards under way; see `hooks`
     held: bool = False  # a graph of a gradient reads its memory without hooks
     slots: list[Slot] = field(default_factory=list)
     tree: Tree | None = None

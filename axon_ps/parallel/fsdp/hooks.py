@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,9 +53,11 @@ def attach(runtime: Runtime, wrapper: nn.Module) -> None:
                 unit.module.register_forward_pre_hook(
                     partial(_watch_inputs, runtime, unit), prepend=True, with_kwargs=True
                 )
-            unit.module.register_forward_pre_hook(partial(_begin_saving, unit), prepend=True)
+            unit.module.register_forward_pre_hook(partial(_begin_saving, unit, False), prepend=True)
             unit.module.register_forward_pre_hook(partial(runtime.before_forward, unit), prepend=True)
             unit.module.register_forward_hook(partial(_after_forward, runtime, unit), always_call=True)
+        unit.module.register_forward_pre_hook(partial(_begin_saving, unit, True))
+        unit.module.register_forward_hook(partial(_end_saving, unit), prepend=True, always_call=True)
         hooks = unit.watch_gradients(partial(_grad_ready, weakref.ref(runtime), weakref.ref(unit)))
         fork.finalize(wrapper, _remove, hooks)
 
@@ -88,20 +90,51 @@ def _watch_inputs(
 
 
 @uncompiled
-def _begin_saving(unit: ModuleUnit, *_: object) -> None:
-    """Begin a forward: `saved_tensors` handles what autograd saves of it."""
-    unit.pushes.append((threading.get_ident(), saved_tensors.push()))
+def _begin_saving(unit: ModuleUnit, again: bool, *_: object) -> None:
+    """Begin a forward: `saved_tensors` handles what autograd saves of it.
+
+    A hook of the program may have pushed others since (`torch.distributed._composable.checkpoint` does), so this comes
+    `again` after them. A recomputation has those below ours, and must save as many tensors.
+    """
+    unit.pushes.append((threading.get_ident(), again, saved_tensors.push()))
+
+
+@uncompiled
+def _end_saving(unit: ModuleUnit, *_: object) -> None:
+    """End what came `again`."""
+    _pop(unit, again=True)
+
+
+def _pop(unit: ModuleUnit, *, again: bool) -> bool:
+    """End a saving; return False if it did not begin, in this thread."""
+    if not unit.pushes or unit.pushes[-1][:2] != (threading.get_ident(), again):
+        return False
+    if unit.pushes.pop()[2]:
+        saved_tensors.pop()
+    return True
 
 
 @uncompiled
 def _after_forward(runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: Any, output: Any) -> None:
     """End a forward, also if it raised. Do nothing if it was refused, in this thread, before it began."""
-    if not unit.pushes or unit.pushes[-1][0] != threading.get_ident():
+    if not _pop(unit, again=False):
         return
-    if unit.pushes.pop()[1]:
-        saved_tensors.pop()
     watch_outputs(runtime, unit, output)
     runtime.after_forward(unit)
+
+
+def run_unit(runtime: Runtime, unit: ModuleUnit, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a method of a unit's module like its forward, without the module's own hooks."""
+    if unit.has_frozen:
+        _watch_inputs(runtime, unit, unit.module, args, kwargs)
+    runtime.before_forward(unit)
+    _begin_saving(unit, False)
+    output = None
+    try:
+        output = method(*args, **kwargs)
+    finally:
+        _after_forward(runtime, unit, unit.module, args, output)
+    return output
 
 
 @uncompiled

@@ -97,7 +97,8 @@ class Runtime(AbstractRuntime):
         self.grad_meter = Meter()
         self.counters = wrapping.counters
         self.sent = SentGradients()
-        stages = wrapping.offload.stages_grads and not wrapping.replicated
+        is_wider = wrapping.spec.precision.grad.itemsize > wrapping.precision.compute(wrapping.built).itemsize
+        stages = (wrapping.offload.stages_grads or is_wider) and not wrapping.replicated
         self.accumulation = Accumulation(self.flats, self.sent, self.grad_meter, stages=stages)
         self._callback_queued = False
         self._thread = OneThread(self)
@@ -141,7 +142,7 @@ class Runtime(AbstractRuntime):
         recomputing = in_backward()
         if not recomputing:
             self._thread.begin(f"a forward of {unit.name or 'the model'!r} begins", busy=self._is_busy)
-        _refuse_transforms()
+        refuse_transforms()
         if unit.is_root and not recomputing:
             check_unchanged(self.flats)
             self.agree()
@@ -401,7 +402,12 @@ class Runtime(AbstractRuntime):
         return stats.measured(self.counters, sum(f.repeated for f in self.flats), self.meter, self.grad_meter)
 
 
-def _refuse_transforms() -> None:
+def refuse_transforms() -> None:
+    """Refuse to run inside a transform of torch.func, or in a trace.
+
+    Raises:
+        Misuse: this is one.
+    """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise Misuse(
             "a wrapped model cannot run inside torch.func's transforms (grad, vmap, jvp, jacrev): its parameters "

@@ -11,7 +11,7 @@ cannot be sharded is refused here, before any other process is told of it. The e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import is_
@@ -126,15 +126,20 @@ class Slot:
         name: its name in the user's module.
     """
 
-    holder: Mapping[str, nn.Parameter | None]
+    holder: MutableMapping[str, nn.Parameter | None]
     key: str
     param: nn.Parameter
     name: str
 
     @property
+    def now(self) -> nn.Parameter | None:
+        """The parameter that the entry has now."""
+        return self.holder.get(self.key)
+
+    @property
     def is_empty(self) -> bool:
         """True if the entry has another value now."""
-        return self.holder.get(self.key) is not self.param
+        return self.now is not self.param
 
 
 def slots(module: nn.Module, params: Collection[nn.Parameter]) -> Iterator[Slot]:

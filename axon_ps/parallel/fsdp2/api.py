@@ -97,12 +97,12 @@ def sharded_model(module: nn.Module) -> FullyShardedDataParallel:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a model run like its forward, with its parameters gathered; torch's function of this name.
+    """Have a method of a module run like its forward, with its parameters gathered; torch's function of this name.
 
     Does nothing if `fully_shard` was not called on the module.
 
     Raises:
-        InvalidRequest: there is no such method, or the module is a unit inside a model.
+        InvalidRequest: there is no such method.
     """
     found = mark_of(module)
     if found is None:
@@ -110,13 +110,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise InvalidRequest(f"{type(module).__name__} has no method {method_name!r}; give the name of one")
-    if found.around is not None:
-        raise InvalidRequest(
-            f"register_fsdp_forward_method was called on a unit ({type(module).__name__}); call it on the model"
-        )
+    precision = found.options.precision
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return found.built().run_method(method, *args, **kwargs)
+        args, kwargs = _cast_inputs(precision, (args, kwargs))
+        output = found.outermost.built().run_method(module, method, *args, **kwargs)
+        return _cast_output(precision, output)
 
     module.__dict__[method_name] = run
 
@@ -143,19 +142,21 @@ def _reshard(given: Any) -> bool | int | None:
 def _cast_at(module: nn.Module, precision: MixedPrecision) -> None:
     """Cast floating-point inputs and outputs of a module as torch's `MixedPrecisionPolicy` says."""
     if precision.param_dtype is not None and precision.cast_forward_inputs:
-        inputs = precision.param_dtype
-
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return cast_floats((args, kwargs), inputs)
-
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: _cast_inputs(precision, (args, kwargs)), prepend=True, with_kwargs=True
+        )
     if precision.output_dtype is not None:
-        output = precision.output_dtype
+        module.register_forward_hook(lambda _, args, output: _cast_output(precision, output))
 
-        def after(_: nn.Module, args: Any, given: Any) -> Any:
-            return cast_floats(given, output)
 
-        module.register_forward_hook(after)
+def _cast_inputs(precision: MixedPrecision, inputs: Any) -> Any:
+    if precision.param_dtype is None or not precision.cast_forward_inputs:
+        return inputs
+    return cast_floats(inputs, precision.param_dtype)
+
+
+def _cast_output(precision: MixedPrecision, output: Any) -> Any:
+    return output if precision.output_dtype is None else cast_floats(output, precision.output_dtype)
 
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "sharded_model"]

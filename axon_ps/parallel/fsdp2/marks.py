@@ -12,8 +12,9 @@ import dataclasses
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,7 +23,12 @@ from torch import nn
 from axon_ps.collectives.functional import current_group
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.gathering import ordinary_tensors
+from axon_ps.parallel.fsdp.hooks import run_unit
+from axon_ps.parallel.fsdp.runtime import refuse_transforms
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
+from axon_ps.parallel.fsdp.wrap import Slot, slots
 from axon_ps.parallel.precision import MixedPrecision
 from axon_ps.worker.world import world_of
 
@@ -49,13 +55,29 @@ class Options:
 class ComposedModel(FullyShardedDataParallel):
     """The model of a module that `fully_shard` was called on. Calling the module runs it."""
 
+    _with_tied: frozenset[nn.Module] = frozenset()
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.module
         return self._run_gathered(module._run_as_before, args, kwargs)
 
-    def run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the module as its forward."""
-        return self._run_gathered(method, args, kwargs)
+    def note_tied(self, marked: Iterable[nn.Module]) -> None:
+        """Note the root, and the modules that have parameters of its unit, as tied ones are."""
+        of_root = {param for flat in self.runtime.units[0].flats for param in flat.params}
+        tied = {module for module in marked if not of_root.isdisjoint(module.parameters())}
+        self._with_tied = frozenset(tied | {self.module})
+
+    def run_inside(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a module inside; by itself as a forward of the model if it needs the root's parameters."""
+        if module not in self._with_tied or self.runtime.units[0].depth or in_backward():
+            return run(*args, **kwargs)
+        return self._run_gathered(run, args, kwargs)
+
+    def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the module, or of one inside, like its forward."""
+        unit = next((unit for unit in self.runtime.units[1:] if unit.module is module), None)
+        run = method if unit is None else partial(run_unit, self.runtime, unit, method)
+        return self.run_inside(module, run, *args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -65,13 +87,19 @@ class Mark:
     Attributes:
         module: the module.
         options: of the call.
+        tied: by parameter, the entries that had it at the call, if there were several.
+        ignored: the entries that had the parameters to be ignored.
         around: the marked module around it, if there is one.
+        syncing: True if the model's gradients are to be sent; see `FSDPModule.set_requires_gradient_sync`.
         model: the model, if this is its outermost module and it was used.
     """
 
     module: weakref.ref[nn.Module]
     options: Options
+    tied: tuple[tuple[Slot, ...], ...]
+    ignored: tuple[Slot, ...]
     around: Mark | None = None
+    syncing: bool = True
     model: ComposedModel | None = None
     _building: threading.RLock = field(default_factory=threading.RLock)
 
@@ -87,8 +115,17 @@ class Mark:
         """Return the model of an outermost module; make it at the first call."""
         with self._building:
             if self.model is None:
-                self.model = _build(self)
+                refuse_transforms()
+                with ordinary_tensors():
+                    self.model = _build(self)
+                self.model.runtime.accumulation.syncing = self.syncing
             return self.model
+
+    def tie(self) -> None:
+        """Tie the parameters again that were tied; `to_empty()` and `load_state_dict(assign=True)` part them."""
+        for first, *others in self.tied:
+            for slot in others if first.now is not None else ():
+                slot.holder[slot.key] = first.now
 
 
 _MARK: Final = "_axon_mark"
@@ -104,11 +141,17 @@ def mark(module: nn.Module, options: Options) -> None:
     Raises:
         InvalidRequest: it was marked before, is inside a marked one, or a module inside was used already.
     """
-    new = Mark(weakref.ref(module), options)
+    tied, ignored = _slots(module, options.ignored)
+    new = Mark(weakref.ref(module), options, tied, ignored)
     with _lock:
         inside = [found for child in module.modules() if (found := mark_of(child)) is not None]
         if mark_of(module) is not None:
             raise InvalidRequest(f"fully_shard was called twice on the same {_kind(module)}; call it once on a module")
+        if outer := next((m for m in _marked if any(child is module for child in m.modules())), None):
+            raise InvalidRequest(
+                f"fully_shard was called on a {_kind(module)} after the {_kind(outer)} around it; call it on the units "
+                "first, then on the model"
+            )
         if used := next((found for found in inside if found.outermost.model is not None), None):
             raise InvalidRequest(
                 f"fully_shard was called on a {_kind(module)} after a {_kind(used.module())} inside it was used; call "
@@ -137,9 +180,18 @@ def root_with(params: Iterable[torch.Tensor]) -> Mark | None:
         roots = {found.outermost for module in _marked if (found := mark_of(module)) is not None}
     for root in roots:
         module = root.module()
-        left = set() if module is None else wanted - {id(param) for param in module.parameters()}
-        if module is None or len(left) == len(wanted):
+        if module is None:
             continue
+        ignored = {id(param) for param in _ignored(module)}
+        left = wanted - {id(param) for param in module.parameters()} | wanted & ignored
+        if len(left) == len(wanted):
+            continue
+        if left & ignored:
+            raise InvalidRequest(
+                f"{len(left & ignored)} of {len(wanted)} parameters are ignored_params of the {_kind(module)} that "
+                "fully_shard was called on; make an optimizer for the others, and if these are to be trained, by each "
+                "worker for itself, one for these"
+            )
         if left:
             raise InvalidRequest(
                 f"{len(left)} of {len(wanted)} parameters are not of the {_kind(module)} that fully_shard was called "
@@ -152,6 +204,7 @@ def root_with(params: Iterable[torch.Tensor]) -> Mark | None:
 def _build(root: Mark) -> ComposedModel:
     module = root.module()
     assert module is not None
+    root.tie()
     marked = {child: found.options for child in module.modules() if (found := mark_of(child)) is not None}
     units = {child: options for child, options in marked.items() if child is not module}
     group = current_group()
@@ -165,16 +218,18 @@ def _build(root: Mark) -> ComposedModel:
                 "same param_dtype and reduce_dtype in every call for a model"
             )
     offload = next((o.offload for o in marked.values() if o.offload is not CPUOffload.NONE), CPUOffload.NONE)
-    return ComposedModel(
+    model = ComposedModel(
         module,
         group,
         sharding_strategy=strategy,
         cpu_offload=offload,
         mixed_precision=precision,
         auto_wrap_policy=units.__contains__ if units else None,
-        ignored_parameters=tuple(dict.fromkeys(p for options in marked.values() for p in options.ignored)),
+        ignored_parameters=_ignored(module),
         intra_node_size=node_size,
     )
+    model.note_tied(marked)
+    return model
 
 
 def _strategy(root: Options, units: list[Options]) -> tuple[ShardingStrategy | None, int | None]:
@@ -200,6 +255,24 @@ def _check_meshes(meshes: Iterable[tuple[int, ...]], world_size: int) -> None:
                 f"mesh has {math.prod(mesh)} workers and the world {world_size}: a step on the shard servers is a step "
                 "of all of them; pass a mesh of the world"
             )
+
+
+def _slots(
+    module: nn.Module, ignored: Collection[nn.Parameter]
+) -> tuple[tuple[tuple[Slot, ...], ...], tuple[Slot, ...]]:
+    """Return the entries of tied parameters, and of ignored ones."""
+    by_param: dict[nn.Parameter, list[Slot]] = {}
+    for slot in slots(module, set(module.parameters())):
+        by_param.setdefault(slot.param, []).append(slot)
+    tied = tuple(tuple(found) for found in by_param.values() if len(found) > 1)
+    return tied, tuple(slot for param in ignored for slot in by_param.get(param, ()))
+
+
+def _ignored(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Return the parameters that are ignored, as they are now, by a call for a module or one inside."""
+    found = [mark for child in module.modules() if (mark := mark_of(child)) is not None]
+    now = (slot.now for mark in found for slot in mark.ignored)
+    return tuple(dict.fromkeys(param for param in now if param is not None))
 
 
 def _kind(module: nn.Module | None) -> str:

@@ -10,10 +10,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from axon_ps.collectives.functional import current_group
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
 from axon_ps.parallel.fsdp.forwards import check_idle
-from axon_ps.parallel.fsdp2.marks import ComposedModel, Mark, mark_of
+from axon_ps.parallel.fsdp.runtime import Runtime
+from axon_ps.parallel.fsdp2.marks import Mark, mark_of
 from axon_ps.parallel.wrapper import Uncopied
+from axon_ps.worker.world import world_of
 
 
 class UnshardHandle:
@@ -42,7 +46,10 @@ class FSDPModule(Uncopied):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mark = _mark(self)
         model = mark.outermost.built()
-        return self._run_as_before(*args, **kwargs) if mark.around is not None else model(*args, **kwargs)
+        if mark.around is None:
+            return model(*args, **kwargs)
+        own: Any = self
+        return model.run_inside(own, self._run_as_before, *args, **kwargs)
 
     def _run_as_before(self, *args: Any, **kwargs: Any) -> Any:
         call: Any = super().__call__  # type: ignore[misc]
@@ -55,24 +62,24 @@ class FSDPModule(Uncopied):
 
         Args:
             async_op: True to get a handle to wait for.
-
-        Raises:
-            Misuse: a forward is under way.
         """
-        model, number = self._unit()
-        check_idle(model.runtime.units, "unshard")
-        model.runtime.gather([model.runtime.units[number]])
+        runtime, units = self._units()
+        if any(unit.depth for unit in runtime.units):
+            runtime.gathering.gather(units)
+        else:
+            runtime.gather(units)
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Free the memory of this unit's parameters.
 
         Raises:
-            Misuse: a forward is under way.
+            Misuse: its forward is under way.
         """
-        model, number = self._unit()
-        check_idle(model.runtime.units, "reshard")
-        model.runtime.gathering.reshard(model.runtime.units[number])
+        runtime, units = self._units()
+        check_idle(units, "reshard")
+        for unit in units:
+            runtime.gathering.reshard(unit)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -81,6 +88,8 @@ class FSDPModule(Uncopied):
         mark = _mark(self)
         if mark.around is not None or mark.model is None:
             keys: _IncompatibleKeys = super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+            if mark.outermost.model is None:
+                mark.tie()
             return keys
         return mark.model.load_state_dict(state_dict, strict, assign)
 
@@ -93,9 +102,11 @@ class FSDPModule(Uncopied):
             mark.model.zero_grad(set_to_none)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        model = _mark(self).outermost.model
+        mark = _mark(self)
+        model = mark.outermost.model
         if model is None:
             applied: Self = super()._apply(fn, recurse)  # type: ignore[misc]
+            mark.tie()
             return applied
         model._apply(fn)
         return self
@@ -114,7 +125,9 @@ class FSDPModule(Uncopied):
                 "set_requires_gradient_sync was called for one unit; call it on the model, since the gradients of a "
                 "step are sent together"
             )
-        mark.built().runtime.accumulation.syncing = requires_gradient_sync
+        mark.syncing = requires_gradient_sync
+        if mark.model is not None:
+            mark.model.runtime.accumulation.syncing = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Accept True.
@@ -134,7 +147,7 @@ class FSDPModule(Uncopied):
         Raises:
             InvalidRequest: it is another number.
         """
-        workers = _mark(self).outermost.built().process_group.world_size
+        workers = world_of(current_group()).world_size
         if factor != workers:
             self._refuse(f"set_gradient_divide_factor({factor})", f"multiply the loss by {workers} / {factor}")
 
@@ -144,7 +157,8 @@ class FSDPModule(Uncopied):
 
     def reset_iter_state(self) -> None:
         """Forget a forward or a backward that was broken off."""
-        _mark(self).outermost.built().reshard_parameters()
+        if (model := _mark(self).outermost.model) is not None:
+            model.runtime.reset()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Do nothing: units that backward needs soon stay in memory, within a budget of two units."""
@@ -206,11 +220,18 @@ class FSDPModule(Uncopied):
     def _refuse(self, call: str, do: str) -> NoReturn:
         raise InvalidRequest(f"{call} has no meaning for parameters on shard servers; {do}")
 
-    def _unit(self) -> tuple[ComposedModel, int]:
-        """Return the model, and the number of this module's unit in it."""
-        model = _mark(self).outermost.built()
+    def _units(self) -> tuple[Runtime, list[ModuleUnit]]:
+        """Return the model's runtime, and the units that have the parameters of this module, but not of units inside.
+
+        It is one unit as a rule. Tied parameters are of the root, and this module may have no parameters.
+        """
+        runtime = _mark(self).outermost.built().runtime
         own: Any = self
-        return model, next(unit.number for unit in model.runtime.units if unit.module is own)
+        inside = [child for child in own.modules() if child is not own and mark_of(child) is not None]
+        others = {param for child in inside for param in child.parameters()}
+        params = set(own.parameters()) - others
+        units = [unit for unit in runtime.units if any(not params.isdisjoint(flat.params) for flat in unit.flats)]
+        return runtime, units
 
 
 def _mark(module: Any) -> Mark:

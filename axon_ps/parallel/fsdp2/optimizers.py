@@ -8,13 +8,14 @@ Moments are on the servers.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel.counterpart import counterpart
 from axon_ps.parallel.from_torch import MovedOptimizer
 from axon_ps.parallel.fsdp2.marks import Mark, root_with
@@ -26,6 +27,8 @@ _OTHERWISE = "train under torch's DistributedDataParallel over the backend 'axon
 
 class _Served(MovedOptimizer):
     """The server optimizer of one of torch's; a step that a departed worker aborted raises, the next one goes on."""
+
+    _check_moments = ServerOptimizer._check_moments
 
     def _check_workers(self) -> None:
         """Check nothing: the job goes on with the workers that it has."""
@@ -64,18 +67,21 @@ class OnServers:
 
         Raises:
             StepAborted: a worker left or joined, so that the batch is lost; go on with the next one.
+            Misuse: some gradients are those of another optimizer, or are not to be sent yet.
             AxonError: as of `ServerOptimizer.step`.
         """
         loss: float | None = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.last = self._on_servers().step()
+        served = self._on_servers()
+        self._check_gradients()
+        self.last = served.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as `ServerOptimizer.zero_grad` does."""
-        if self._root.model is None:
+        if self._root.outermost.model is None:
             super().zero_grad(set_to_none)  # type: ignore[misc]
         else:
             self._on_servers().zero_grad(set_to_none)
@@ -88,12 +94,40 @@ class OnServers:
         """Take the groups' values; see `ServerOptimizer.load_state_dict`."""
         self._on_servers().load_state_dict(state_dict)
 
+    def _check_gradients(self) -> None:
+        """Refuse a step in which torch's optimizer would leave gradients as they are, for a step or backward to come.
+
+        Raises:
+            Misuse: see there.
+        """
+        model = self._root.outermost.built()
+        if model.runtime.has_gradients and not model.runtime.accumulation.syncing:
+            raise Misuse(
+                "optimizer.step() after set_requires_gradient_sync(False) and a backward: torch would not apply its "
+                "gradients before one with True; call set_requires_gradient_sync(True) before the last backward of a "
+                "step, or at least before the step"
+            )
+        own = {param for group in self.param_groups for param in group["params"]}
+        for other in _made:
+            if other is self or other._root.outermost is not self._root.outermost:
+                continue
+            params = {param for group in other.param_groups for param in group["params"]}
+            if own.isdisjoint(params) and any(param.grad is not None for param in params):
+                raise Misuse(
+                    f"{len(params)} parameters with gradients are in another optimizer of the model, and a step on the "
+                    "servers is one of the whole model: make one optimizer of all, with a group for each; or delete "
+                    "the other one"
+                )
+
     def _on_servers(self) -> _Served:
         if self._served is None:
-            self._root.built()
+            self._root.outermost.built()
             own: Any = self
             self._served = _Served(own)
         return self._served
+
+
+_made: weakref.WeakSet[OnServers] = weakref.WeakSet()
 
 
 def install() -> None:
@@ -130,6 +164,7 @@ def _recognise(optimizer: Any) -> None:
     optimizer._root, optimizer._served, optimizer.last = root, None, None
     kind: Any = type(optimizer)
     optimizer.__class__ = _joined(kind)
+    _made.add(optimizer)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch.distributed import fsdp as torchs
 
 from axon_ps import World
 from axon_ps.errors import InvalidRequest, Misuse
-from axon_ps.parallel import FSDPModule, sharded_model
+from axon_ps.parallel import FSDPModule, fully_shard, sharded_model
 from axon_ps.testing import run_threads
 from composed_model import Model, difference, init, shard, train
 
@@ -51,6 +51,63 @@ def test_units_are_unsharded_and_resharded_by_hand() -> None:
         model.reset_iter_state()
         with pytest.raises(Misuse, match="on the shard servers"):
             model.blocks[1].up.weight.sum()
+
+    run_threads(run, 1)
+
+
+def test_a_unit_is_unsharded_and_not_resharded_in_a_forward_of_the_model() -> None:
+    def run(world: World) -> None:
+        model = Model()
+        model.blocks[0].register_forward_hook(lambda *_: model.blocks[2].unshard(async_op=True).wait())
+        hook = model.blocks[1].register_forward_hook(lambda *_: model.blocks[1].reshard())
+        shard(model)
+        with pytest.raises(Misuse, match="inside a forward"):
+            model(torch.ones(1, 8))
+        hook.remove()
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), world.rank, world.world_size)
+
+    run_threads(run, 1)
+
+
+def test_modules_without_parameters_of_their_own_are_unsharded_too() -> None:
+    def run(world: World) -> None:
+        model = Model()
+        model.act = torch.nn.ReLU()
+        model.blocks[0].up.weight = model.blocks[1].up.weight
+        fully_shard([model.act, model.blocks[0].up, model.blocks[0].down])
+        shard(model)
+        for module in (model.act, model.blocks[0], model.blocks[0].up):
+            module.unshard()
+        assert torch.equal(model.blocks[0].up.weight, Model().blocks[1].up.weight), "it is tied, and so the root's"
+        for module in (model.act, model.blocks[0], model.blocks[0].up):
+            module.reshard()
+
+    run_threads(run, 1)
+
+
+def test_a_forward_that_was_broken_off_is_forgotten() -> None:
+    def run(world: World) -> None:
+        model = shard(Model())
+        model.reset_iter_state()
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 7))
+        model.reset_iter_state()
+        model.load_state_dict(init())
+        assert difference(model.state_dict(), init()) == 0
+
+    run_threads(run, 1)
+
+
+def test_flags_may_be_set_before_there_are_values() -> None:
+    def run(world: World) -> None:
+        with torch.device("meta"):
+            model = shard(Model())
+        model.set_gradient_divide_factor(1.0)
+        model.set_requires_gradient_sync(False)
+        model.to_empty(device="cpu")
+        model.load_state_dict(init())
+        assert not sharded_model(model).runtime.accumulation.syncing
+        assert difference(model.state_dict(), init()) == 0
 
     run_threads(run, 1)
 

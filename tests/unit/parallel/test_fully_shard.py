@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -26,7 +28,7 @@ from axon_ps.parallel import (
     sharded_model,
 )
 from axon_ps.testing import run_threads
-from composed_model import STEPS, Model, State, difference, init, plain, shard, train
+from composed_model import STEPS, Block, Model, State, difference, init, plain, shard, train
 
 FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD
 
@@ -238,7 +240,7 @@ def wrong_calls() -> dict[str, tuple[Callable[[], Any], str]]:
         "dimensions": (lambda: fully_shard(Model(), dp_mesh_dims=("dp",)), "dp_mesh_dims is given"),  # type: ignore[arg-type]
         "unmarked": (lambda: sharded_model(Model()), "was not called on this Model"),
         "method": (lambda: register_fsdp_forward_method(twice, "absent"), "has no method 'absent'"),
-        "unit": (lambda: register_fsdp_forward_method(twice.blocks[0], "forward"), "call it on the model"),
+        "unit later": (lambda: fully_shard(twice.emb), "on a Linear after the Model around it"),
     }
 
 
@@ -304,6 +306,171 @@ def test_other_methods_may_run_as_forward() -> None:
 
     run_threads(run, 1)
     register_fsdp_forward_method(Model(), "absent")  # does nothing, as in torch
+
+
+def test_methods_of_units_may_run_as_forward() -> None:
+    def run(world: World) -> State:
+        model = Model()
+        model.blocks[1].encode = Block.forward.__get__(model.blocks[1])
+        model.blocks[1].forward = lambda x: model.blocks[1].encode(x)
+        shard(model)
+        register_fsdp_forward_method(model.blocks[1], "encode")
+        return trained(model, world)
+
+    for values in run_threads(run, 2):
+        assert difference(values, plain(adamw)) < 1e-5
+
+
+def test_a_method_is_cast_as_forward_is() -> None:
+    def run(world: World) -> None:
+        model = fully_shard(Model(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32))
+        register_fsdp_forward_method(model, "score")
+        assert model.score(torch.ones(1, 8)).dtype is torch.float32
+
+    run_threads(run, 1)
+
+
+def test_blocks_with_composable_checkpoints() -> None:
+    """They push their hooks for saved tensors after ours in a forward, and before ours in a recomputation."""
+
+    def run(world: World) -> State:
+        model = Model()
+        for block in model.blocks:
+            checkpoint(block)
+        return trained(shard(model), world)
+
+    for values in run_threads(run, 2):
+        assert difference(values, plain(adamw)) < 1e-5
+
+
+def test_accumulated_gradients_are_summed_in_the_dtype_in_which_they_are_sent() -> None:
+    """256 + 1 is 256 in bf16."""
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def run(world: World) -> None:
+        model = fully_shard(nn.Linear(1, 1, bias=False), mp_policy=precision)
+        model.load_state_dict({"weight": torch.zeros(1, 1)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for value in (256.0, 1.0, 1.0, 1.0):
+            model.set_requires_gradient_sync(False)
+            model(torch.full((1, 1), value)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        assert model.state_dict()["weight"].item() == -260.0
+
+    run_threads(run, 1)
+
+
+@dataclasses.dataclass
+class Pair:
+    one: torch.Tensor
+    two: tuple[torch.Tensor, int]
+
+
+def test_tensors_in_dataclasses_are_cast() -> None:
+    class Inner(nn.Linear):
+        def forward(self, pair: Pair) -> Pair:  # type: ignore[override]
+            return Pair(super().forward(pair.one), (super().forward(pair.two[0]), pair.two[1]))
+
+    def run(world: World) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        out = fully_shard(Inner(2, 2), mp_policy=policy)(Pair(torch.ones(2), (torch.ones(2), 3)))
+        assert (out.one.dtype, out.two[0].dtype, out.two[1]) == (torch.float32, torch.float32, 3)
+
+    run_threads(run, 1)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.block, self.out = nn.Embedding(5, 16), Block(), nn.Linear(16, 5, bias=False)
+        self.out.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.block(self.emb(x)))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_tied_parameters_stay_tied_when_they_are_filled(assign: bool) -> None:
+    """`to_empty()` and `load_state_dict(assign=True)` of torch part them, and FSDP2 ties them again."""
+
+    def run(world: World) -> None:
+        with torch.device("meta"):
+            model = Tied()
+        fully_shard([model.emb, model.out])
+        fully_shard(model)
+        if not assign:
+            model.to_empty(device="cpu")
+        model.load_state_dict({k: v.clone() for k, v in Tied().state_dict().items()}, assign=assign)
+        assert model.out.weight is model.emb.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        values = model.state_dict()
+        assert torch.equal(values["emb.weight"], values["out.weight"])
+
+    run_threads(run, 1)
+
+
+def test_ignored_parameters_are_ignored_when_they_are_others_now() -> None:
+    def run(world: World) -> None:
+        with torch.device("meta"):
+            model = Model()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model, ignored_params=set(model.emb.parameters())).to_empty(device="cpu")
+        model.load_state_dict(init())
+        assert "emb.weight" not in {p.name for _, p in sharded_model(model).spec.layout.parameters()}
+
+    run_threads(run, 1)
+
+
+def test_units_run_alone() -> None:
+    """A tied parameter is the root's, and there for the unit that runs."""
+    rows = torch.arange(5)
+
+    def steps(model: Any) -> State:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            hidden = model.block(model.emb(rows)) if step % 2 else model.emb(rows)
+            model.out(hidden).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    reference = Tied()
+    first = copy.deepcopy(reference.state_dict())
+
+    def run(world: World) -> State:
+        model = Tied()
+        model.load_state_dict(first)
+        fully_shard(model.block)
+        fully_shard([model.emb, model.out])
+        return steps(fully_shard(model))
+
+    expected = steps(reference)
+    for values in run_threads(run, 2):
+        assert difference(values, expected) < 1e-5
+
+
+def test_the_first_use_may_be_in_inference_mode() -> None:
+    def run(world: World) -> None:
+        model = shard(Model())
+        with torch.inference_mode():
+            model(torch.ones(1, 8))
+        assert difference(trained(model, world), plain(adamw)) < 1e-5
+
+    run_threads(run, 1)
+
+
+def test_transforms_are_refused_at_the_first_use_too() -> None:
+    def run(world: World) -> None:
+        model = shard(Model())
+        with pytest.raises(Misuse, match=r"torch\.func's transforms"):
+            torch.vmap(model)(torch.ones(1, 1, 8))
+
+    run_threads(run, 1)
 
 
 def test_a_model_is_freed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 
 from axon_ps import World
-from axon_ps.errors import InvalidRequest
-from axon_ps.parallel import AdamW, ServerOptimizer, sharded_model
+from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.parallel import AdamW, GradScaler, ServerOptimizer, fully_shard, sharded_model
 from axon_ps.testing import run_threads
 from composed_model import INPUTS, STEPS, TARGETS, Model, State, difference, init, plain, shard, train
 
@@ -82,6 +83,81 @@ def test_parameters_of_two_models_are_refused() -> None:
         torch.optim.AdamW([*one.parameters(), *nn.Linear(2, 2).parameters()])
 
 
+def test_one_of_ignored_parameters_stays_as_it_is() -> None:
+    model = Model()
+    fully_shard(model, ignored_params=set(model.emb.parameters()))
+    assert type(torch.optim.AdamW(model.emb.parameters())) is torch.optim.AdamW
+    with pytest.raises(InvalidRequest, match="2 of 16 parameters are ignored_params of the Model"):
+        torch.optim.AdamW(model.parameters())
+
+
+def test_one_that_is_made_between_the_calls_is_of_the_model() -> None:
+    def run(world: World) -> None:
+        model = Model()
+        fully_shard(model.blocks[0])
+        optimizer = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
+        train(fully_shard(model), optimizer)
+        assert sharded_model(model).version == STEPS
+
+    run_threads(run, 1)
+
+
+def test_a_step_with_gradients_of_another_optimizer_is_refused() -> None:
+    """They would be dropped: a step on the servers is one of the whole model."""
+
+    def run(world: World) -> None:
+        model = shard(Model())
+        one = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+        other = torch.optim.SGD(model.out.parameters(), lr=0.1)
+        model(INPUTS[0]).sum().backward()
+        with pytest.raises(Misuse, match="2 parameters with gradients are in another optimizer"):
+            one.step()
+        del other
+        one.step()
+        assert one.last.committed  # type: ignore[attr-defined]
+
+    run_threads(run, 1)
+
+
+def test_a_step_before_gradients_are_to_be_sent_is_refused() -> None:
+    def run(world: World) -> None:
+        model = shard(Model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.set_requires_gradient_sync(False)
+        model(INPUTS[0]).sum().backward()
+        with pytest.raises(Misuse, match=r"after set_requires_gradient_sync\(False\)"):
+            optimizer.step()
+        model.set_requires_gradient_sync(True)
+        optimizer.step()
+        assert optimizer.last.committed  # type: ignore[attr-defined]
+
+    run_threads(run, 1)
+
+
+def test_a_loss_is_scaled() -> None:
+    def run(world: World) -> State:
+        model = shard(Model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler(sharded_model(model), init_scale=2.0**10)
+        for step in range(STEPS):
+            scaler.scale(model(INPUTS[step]).square().mean() * (math.inf if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 2.0**9
+        return model.state_dict()
+
+    reference = Model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(STEPS):
+        reference(INPUTS[step]).square().mean().backward()
+        if step != 2:
+            optimizer.step()
+        optimizer.zero_grad()
+    (values,) = run_threads(run, 1)
+    assert difference(values, reference.state_dict()) < 1e-5
+
+
 def test_a_closure_runs_once_and_its_loss_is_returned() -> None:
     def run(world: World) -> None:
         model = shard(Model())
@@ -124,6 +200,8 @@ def test_a_state_dict_has_the_groups() -> None:
         assert saved["state"] == {}
         optimizer.param_groups[0]["lr"] = 3.0
         optimizer.load_state_dict(saved)
+        with pytest.warns(UserWarning, match="brings moments back"):
+            optimizer.load_state_dict({**saved, "axon_ps": {**saved["axon_ps"], "version": 99}})
         assert optimizer.param_groups[0]["lr"] == pytest.approx(saved["param_groups"][0]["lr"])
         moments = torch.optim.AdamW(Model().parameters())
         moments.param_groups[0]["params"][0].grad = torch.ones(16, 8)

@@ -404,6 +404,6 @@ def _second_push(unit: str) -> Misuse:
     return Misuse(
         f"a second backward before optimizer.step(): the first one's gradient of unit {unit!r} was "
         "sent already. Step after each backward, with an optimizer of axon_ps.parallel; to accumulate, run all "
-        "backwards but the last one of a step inside model.no_sync(); to drop a gradient that was sent, call "
-        "optimizer.zero_grad()"
+        "backwards but the last one of a step inside model.no_sync() (of fully_shard: with "
+        "model.set_requires_gradient_sync(False)); to drop a gradient that was sent, call optimizer.zero_grad()"
     )

@@ -176,7 +176,7 @@ def strategy_for(given: Arguments, members: Sequence[Member], device: torch.devi
 
 
 def log_choice(wrapping: wrap.Wrapping, units: Sequence[wrap.WrappedUnit], membership: Membership, why: str) -> None:
-    """Log the strategy that was chosen, with the reason `why`, or warn of a given one that moves many more bytes.
+    """Log the strategy that was chosen, with the reason `why`, or warn of a given strategy that moves many more bytes.
 
     On one host with all shard servers nothing moves between hosts.
     """

@@ -18,7 +18,8 @@ class Accumulation:
         flats: the flat units of the model.
         sent: records those that are staged.
         meter: counts the memory of staged gradients.
-        stages: True if gradients that stay here are staged in host memory (CPUOffload.FULL).
+        stages: True if gradients that stay here are staged: in host memory (CPUOffload.FULL), or since they are sent
+            in a wider dtype than they are computed in, in which they are to be summed.
 
     Attributes:
         syncing: True if gradients are pushed; False inside `no_sync()`.
