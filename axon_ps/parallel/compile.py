@@ -1,4 +1,10 @@
-"""Functions and classes that torch.compile leaves alone, since they make calls to other ranks."""
+"""Functions and classes that torch.compile leaves alone, since they make calls to other ranks.
+
+Note: [Compiled in place]
+    After `module.compile()`, the compiler gets the frame of each hook of the module, and of its forward, on their own.
+    With fullgraph=True a hook's frame would be an error, so the compiler is to skip it before any hook is called. The
+    model's first call is outside of compiled modules, and sees to that.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +29,20 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     processes never compile anything.
     """
     disabled: Callable[P, T] | None = None
+    skipped = False
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal disabled
+        nonlocal disabled, skipped
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
+        if not skipped:  # of all functions, which have this code in common; see Note: [Compiled in place]
+            torch._dynamo.eval_frame.skip_code(marked.__code__)
+            skipped = True
         if not torch.compiler.is_dynamo_compiling() and get_eval_frame_callback() is None:
             return function(*args, **kwargs)  # nothing here is compiled, and `disabled` would take microseconds
         if disabled is None:
             disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-            torch._dynamo.eval_frame.skip_code(marked.__code__)  # or it is compiled for each function
         return disabled(*args, **kwargs)
 
     marked: Any = call

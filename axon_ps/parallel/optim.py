@@ -335,7 +335,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         return names((*self._needed, *hyper)) != names(self._needed)
 
     def _hyper(self) -> tuple[Hyper, ...]:
-        return tuple(self._rules.validate(_flatten(self._rules, group)) for group in self.param_groups)
+        return tuple(self._rules.validate(in_our_names(self._rules, group)) for group in self.param_groups)
 
     def _spec(self) -> OptimizerSpec:
         return OptimizerSpec(name=self._rules.name, groups=self._hyper(), group_of=self._group_of(self._model))
@@ -405,7 +405,7 @@ def owner_of(groups: list[dict[str, Any]]) -> FullyShardedDataParallel:
     )
 
 
-def _flatten(rules: UpdateRule, group: Mapping[str, Any]) -> dict[str, Any]:
+def in_our_names(rules: UpdateRule, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a group by our names: betas are beta1 and beta2. Other keys are left out.
 
     Raises:

@@ -37,7 +37,7 @@ from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
 from axon_ps.worker.connections import Connections
 from axon_ps.worker.curves import CurveLoggers
 from axon_ps.worker.ending import no_error_handled, present_error, process_succeeded, record_exit
-from axon_ps.worker.environment import WorkerConfig
+from axon_ps.worker.environment import WorkerConfig, launch_info
 from axon_ps.worker.groups import Groups
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
@@ -680,6 +680,16 @@ def _on_event(reference: weakref.ref[World], event: Event) -> None:
         world._groups.end_with(lost, event)
     elif isinstance(event, SessionLost) and event.final:
         world._groups.abort(event.error)
+
+
+def current_or_launched() -> World | None:
+    """Return the current world. A process of a launcher that has none joins its job; the world closes when it ends.
+
+    Raises:
+        AxonError: as of `World.init`.
+    """
+    launched = os.environ.get("AXON_PS_COORDINATOR") or launch_info(os.environ).launcher
+    return World.init() if World.current() is None and launched else World.current()
 
 
 def world_of(group: ProcessGroup) -> World:

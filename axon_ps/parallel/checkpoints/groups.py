@@ -22,7 +22,8 @@ def with_groups(extra: Mapping[str, Any] | None, optimizer: torch.optim.Optimize
     """Return the `extra` of a checkpoint: the caller's own part, and the groups of the optimizer."""
     given = dict(extra or {})
     if optimizer is not None:
-        given[_GROUPS] = own_state.plain(optimizer.state_dict()["param_groups"])
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        given[_GROUPS] = own_state.plain(groups)
     return given
 
 

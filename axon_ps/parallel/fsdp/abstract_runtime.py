@@ -57,6 +57,11 @@ class AbstractRuntime(Uncopied):
         """True if another optimizer replaces the model's with the next step."""
         raise NotImplementedError
 
+    @property
+    def begins_moments_anew(self) -> bool:
+        """True if the next step replaces the model's optimizer by one with new moments."""
+        return False
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state of our optimizer on this worker, by parameter and torch's names. It is {} with servers."""
         return {}

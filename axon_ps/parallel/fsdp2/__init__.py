@@ -2,4 +2,5 @@
 
 api          the function, and its arguments                  modules    the class that sharded modules get
 marks        the modules of a model until its first use       optimizers   torch's optimizers on the servers
+moments      torch's `optimizer.state`, from and to the servers
 """

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.ddp.torch_arguments import mesh_sizes
 from axon_ps.parallel.fsdp.arguments import understood
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
@@ -40,7 +41,8 @@ def fully_shard(
     Args:
         module: the module. Of a list of modules each becomes a unit of its own.
         mesh: torch's `DeviceMesh` of all workers. Of two dimensions, the second is the workers that share a replica
-            (HYBRID_SHARD). None = all workers of the current world.
+            (HYBRID_SHARD). None = all workers of the current world. A process without one joins the job of its launcher
+            at the first use.
         reshard_after_forward: of the units: None = the default of `FullyShardedDataParallel`, True for one of them =
             FULL_SHARD, False for all of them = SHARD_GRAD_OP, a number = HYBRID_SHARD with nodes of so many workers.
             That of the model counts if it has no units; None is False then, as in torch.
@@ -143,10 +145,10 @@ def _cast_at(module: nn.Module, precision: MixedPrecision) -> None:
     """Cast floating-point inputs and outputs of a module as torch's `MixedPrecisionPolicy` says."""
     if precision.param_dtype is not None and precision.cast_forward_inputs:
         module.register_forward_pre_hook(
-            lambda _, args, kwargs: _cast_inputs(precision, (args, kwargs)), prepend=True, with_kwargs=True
+            uncompiled(lambda _, args, kwargs: _cast_inputs(precision, (args, kwargs))), prepend=True, with_kwargs=True
         )
     if precision.output_dtype is not None:
-        module.register_forward_hook(lambda _, args, output: _cast_output(precision, output))
+        module.register_forward_hook(uncompiled(lambda _, args, output: _cast_output(precision, output)))
 
 
 def _cast_inputs(precision: MixedPrecision, inputs: Any) -> Any:

@@ -30,7 +30,7 @@ from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
 from axon_ps.parallel.fsdp.wrap import Slot, slots
 from axon_ps.parallel.precision import MixedPrecision
-from axon_ps.worker.world import world_of
+from axon_ps.worker.world import current_or_launched, world_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def _build(root: Mark) -> ComposedModel:
     root.tie()
     marked = {child: found.options for child in module.modules() if (found := mark_of(child)) is not None}
     units = {child: options for child, options in marked.items() if child is not module}
-    group = current_group()
+    group = current_group(current_or_launched())
     _check_meshes((options.mesh for options in marked.values()), world_of(group).world_size)
     strategy, node_size = _strategy(root.options, list(units.values()))
     precision = _without_casts(root.options.precision)

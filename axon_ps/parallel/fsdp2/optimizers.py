@@ -2,14 +2,13 @@
 
 An optimizer is recognised when it gets its parameters: `torch.optim.Optimizer.add_param_group` looks for them among the
 models that `fully_shard` made. Its class becomes a subclass of its own. Groups, schedulers and hooks are torch's.
-Moments are on the servers.
+Moments are on the servers; `state_dict()` brings them here.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel.counterpart import counterpart
 from axon_ps.parallel.from_torch import MovedOptimizer
+from axon_ps.parallel.fsdp2 import moments
 from axon_ps.parallel.fsdp2.marks import Mark, root_with
 from axon_ps.parallel.optim import ServerOptimizer
 from axon_ps.types import StepResult
@@ -33,6 +33,29 @@ class _Served(MovedOptimizer):
     def _check_workers(self) -> None:
         """Check nothing: the job goes on with the workers that it has."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and moments in the form of torch's; every worker calls it."""
+        states = moments.initial(self._spec(), moments.names_of(self.rule, self.param_groups))
+        assert self._runtime is not None
+        if states and not self._runtime.begins_moments_anew:
+            moments.read(self.model, states)
+        with self._state.holding(states):
+            return torch.optim.Optimizer.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take groups and moments, of torch's optimizer, too; every worker calls it. Without moments they stay."""
+        pairs = list(zip(state_dict["param_groups"], self.param_groups, strict=False))
+        names = moments.names_of(self.rule, [{**saved, "params": now["params"]} for saved, now in pairs])
+        params = {
+            key: param for saved, now in pairs for key, param in zip(saved["params"], now["params"], strict=False)
+        }
+        states = {params[key]: state for key, state in state_dict["state"].items() if key in params}
+        if states:
+            moments.check(self.model, self.rule, names, states)
+        super().load_state_dict({**state_dict, "state": {}})
+        if states:
+            moments.write(self.model, self, self._spec(), names, states)
+
 
 class OnServers:
     """The part of an optimizer of torch that steps on the servers.
@@ -47,14 +70,21 @@ class OnServers:
     last: StepResult | None
 
     @property
-    def state(self) -> dict[Any, Any]:
-        """An empty dict: moments are on the servers. Adagrad fills it when it is made, and that is dropped."""
-        return defaultdict(dict) if self._served is None else self._served.state
+    def state(self) -> moments.StateOnServers:
+        """The moments of each parameter, without values: those are on the servers."""
+        name, _ = counterpart(self, _OTHERWISE)  # type: ignore[arg-type]
+        return moments.StateOnServers(moments.names_of(name, self.param_groups), self._begin_anew)
 
     @state.setter
     def state(self, values: dict[Any, Any]) -> None:
+        if not values:
+            self._begin_anew()
+        elif not isinstance(values, moments.StateOnServers):
+            raise Misuse("optimizer.state is on the shard servers; give another one with load_state_dict()")
+
+    def _begin_anew(self) -> None:
         if self._served is not None:
-            self._served.state = values
+            self._served.state.clear()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make a step on the servers. A step whose gradients are not finite changes nothing; see `last`.
@@ -87,11 +117,25 @@ class OnServers:
             self._on_servers().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups; moments are on the servers, and in their checkpoints."""
+        """Return groups and moments in the form of torch's optimizer. Every worker calls it.
+
+        Moments come through a checkpoint of the servers in a temporary directory; see `moments`.
+
+        Raises:
+            AxonError: the servers cannot write it, or a worker cannot read it.
+        """
         return self._on_servers().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the groups' values; see `ServerOptimizer.load_state_dict`."""
+        """Take groups and moments, also those of torch's optimizer. Every worker calls it.
+
+        The moments of the worker of lowest rank count. A state dict that has none leaves them as they are.
+
+        Raises:
+            ValueError: the groups are not those of the state dict.
+            InvalidRequest: the moments are not those of such an optimizer.
+            AxonError: they could not be written, or the servers cannot read them.
+        """
         self._on_servers().load_state_dict(state_dict)
 
     def _check_gradients(self) -> None:

@@ -130,6 +130,26 @@ def test_blocks_with_activation_checkpoints() -> None:
         assert difference(values, plain(adamw)) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+@pytest.mark.parametrize("in_place", [True, False])
+def test_blocks_that_are_compiled(in_place: bool) -> None:
+    """Without a break in their graphs, which fullgraph=True would refuse."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=True)
+
+    def run(world: World) -> State:
+        model = Model()
+        for index, block in enumerate(model.blocks):
+            if in_place:
+                block.compile(backend="eager", fullgraph=True)  # type: ignore[no-untyped-call]
+            else:
+                model.blocks[index] = torch.compile(block, backend="eager", fullgraph=True)
+        return trained(shard(model, mp_policy=policy), world)
+
+    (values,) = run_threads(run, 1)
+    values = {name.replace("_orig_mod.", ""): value for name, value in values.items()}
+    assert difference(values, plain(adamw)) < 1e-5
+
+
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffload.FULL, True])
 def test_parameters_may_be_on_the_host(policy: Any) -> None:
     def run(world: World) -> None:
@@ -291,9 +311,27 @@ def test_units_after_the_first_use_are_refused() -> None:
     run_threads(run, 1)
 
 
-def test_without_a_world_the_first_use_says_so() -> None:
+def test_without_a_world_the_first_use_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AXON_PS_COORDINATOR", raising=False)
     with pytest.raises(Misuse, match=r"World\.init\(\)"):
         shard(Model())(torch.ones(1, 8))
+
+
+def test_a_process_of_a_launcher_joins_at_the_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[World] = []
+
+    def join() -> World:
+        joined.append(World.mock())
+        return joined[0]
+
+    monkeypatch.setenv("AXON_PS_COORDINATOR", "coordinator:1")
+    monkeypatch.setattr(World, "init", join)
+    model = shard(Model())
+    assert not joined
+    model(torch.ones(1, 8))
+    model(torch.ones(1, 8))
+    (world,) = joined
+    world.close()
 
 
 def test_other_methods_may_run_as_forward() -> None:

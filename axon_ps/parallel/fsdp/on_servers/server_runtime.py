@@ -172,6 +172,12 @@ class ServerRuntime(Runtime):
         return self._optimizer.change is not None
 
     @property
+    def begins_moments_anew(self) -> bool:
+        """See `Runtime.begins_moments_anew`."""
+        change = self._optimizer.change
+        return change is not None and not change.retains_moments
+
+    @property
     def committed(self) -> Mapping[str, str]:
         """See `Runtime.committed`."""
         return self._client.view.committed

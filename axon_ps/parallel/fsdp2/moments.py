@@ -1,0 +1,215 @@
+"""The moments of torch's optimizers on the servers, in the form of torch's `optimizer.state`.
+
+Note: [Through files]
+    Servers send and take moments in checkpoints alone. So they write one into a temporary directory of the worker of
+    lowest rank, and every worker reads it. To change moments, that worker changes the checkpoint, and the servers
+    restore it. If workers and servers are on several hosts, TMPDIR must be a directory that all of them reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+
+from axon_ps.errors import CheckpointError, ConfigurationError, InvalidRequest
+from axon_ps.optim.registry import create, initial_states
+from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.optim import ServerOptimizer, in_our_names
+from axon_ps.shard.full_model import FullModel
+from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
+from axon_ps.types import OptimizerSpec
+from axon_ps.worker.world import world_of
+
+Names: TypeAlias = Mapping[torch.Tensor, Sequence[str]]
+"""Per trained parameter, the names of its entries in torch's state."""
+
+States: TypeAlias = dict[torch.Tensor, dict[str, torch.Tensor]]
+
+_STEP: Final = "step"
+_READ: Final = "the moments were not read, since that failed"
+_WRITTEN: Final = "the moments were not loaded, since that failed"
+_HINT: Final = (
+    "moments come to a state dict, and from it to the shard servers, through files in a temporary directory: set "
+    "TMPDIR to a directory that workers and servers reach; or leave them out of the state dict, and save and load them "
+    "with sharded_model(model).save_checkpoint(uri, optimizer) and load_checkpoint(uri, optimizer)"
+)
+
+
+def names_of(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> Names:
+    """Return the names for the parameters of these groups. The optimizer is named as in `axon_ps.optim`."""
+    rules = create(optimizer)
+    found: dict[torch.Tensor, list[str]] = {}
+    for group in groups:
+        names = list(rules.state_names((rules.validate(in_our_names(rules, group)),)))
+        names += [] if optimizer == "sgd" else [_STEP]
+        found |= {param: names for param in group["params"] if param.requires_grad and names}
+    return found
+
+
+class StateOnServers(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
+    """`optimizer.state`: the moments of each trained parameter, with shapes and without values (device "meta").
+
+    Args:
+        names: those of each parameter.
+        begin_anew: begins all moments anew.
+    """
+
+    def __init__(self, names: Names, begin_anew: Callable[[], None]) -> None:
+        self._names = names
+        self._begin_anew = begin_anew
+
+    def clear(self) -> None:
+        """Begin the moments of all parameters anew."""
+        self._begin_anew()
+
+    def __getitem__(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        shapes = {name: () if name == _STEP else param.shape for name in self._names[param]}
+        return {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def initial(spec: OptimizerSpec, names: Names) -> States:
+    """Return the state of parameters without an update."""
+    values = {_STEP: 0.0, **initial_states(spec)}
+    return {
+        param: {
+            name: torch.full(() if name == _STEP else param.shape, values[name], dtype=torch.float32, device="cpu")
+            for name in of
+        }
+        for param, of in names.items()
+    }
+
+
+def read(model: FullyShardedDataParallel, states: States) -> None:
+    """Fill a state that `initial` returned with the moments on the servers. Every worker calls it.
+
+    Raises:
+        AxonError: the servers cannot write them, or a worker cannot read them.
+    """
+
+    def fill() -> None:
+        full, manifest = _full_model(model, directory)
+        if manifest.optimizer is None:  # no step was made
+            return
+        for flat in (flat for flat in model.runtime.flats if flat.trainable):
+            arrays, updates = full.moments(flat.index)
+            for spec, param, count in zip(flat.unit.parameters, flat.params, updates, strict=True):
+                for name, tensor in states.get(param, {}).items():
+                    if name == _STEP:
+                        tensor.fill_(count)
+                    elif name in arrays:
+                        tensor.copy_(torch.from_numpy(arrays[name][spec.offset : spec.end]).view(spec.shape))
+
+    with _checkpoint(model, _READ, lambda directory: None) as directory:
+        model.runtime.masters.together(_READ, fill)
+
+
+def check(
+    model: FullyShardedDataParallel, optimizer: str, names: Names, states: Mapping[torch.Tensor, Mapping[str, Any]]
+) -> None:
+    """Check that a state is that of an optimizer with these names. Every worker calls it.
+
+    Raises:
+        InvalidRequest: it is not.
+        Disagreement: it is not on another worker.
+    """
+
+    def check_all() -> None:
+        for param, state in states.items():
+            _check(optimizer, param, state, names.get(param, ()))
+
+    model.runtime.masters.together(_WRITTEN, check_all)
+
+
+def write(
+    model: FullyShardedDataParallel,
+    optimizer: ServerOptimizer,
+    spec: OptimizerSpec,
+    names: Names,
+    states: Mapping[torch.Tensor, Mapping[str, Any]],
+) -> None:
+    """Give the servers the moments of a state that `check` accepted. Every worker calls it.
+
+    Those of the worker of lowest rank count. Parameters that the state does not have begin anew. Values and version
+    stay.
+
+    Raises:
+        AxonError: that worker cannot write them, or the servers cannot read them.
+    """
+    values = initial_states(spec)
+
+    def change(directory: str) -> None:
+        before, manifest = _full_model(model, directory)
+        full = FullModel(model.spec)  # a new one, since the other has digests of the moments before
+        for flat in model.runtime.flats:
+            full.set(flat.index, before.values(flat.index), manifest.version)
+            if not flat.trainable:
+                continue
+            arrays = {name: np.full(flat.unit.numel, value, np.float32) for name, value in values.items()}
+            for of, param in zip(flat.unit.parameters, flat.params, strict=True):
+                for name in names.get(param, ()):
+                    if name in arrays and param in states:
+                        torch.from_numpy(arrays[name][of.offset : of.end]).view(of.shape).copy_(states[param][name])
+            full.set_moments(flat.index, arrays, [_updates(states.get(param, {})) for param in flat.params])
+        file = full.write(directory, manifest.version)
+        changed = replace(manifest, optimizer=spec, num_servers=1, files=(file,), slices_in=(), others=())
+        write_manifest(directory, changed)
+
+    with _checkpoint(model, _WRITTEN, change) as directory:
+        model.runtime.load(directory, optimizer)
+
+
+@contextmanager
+def _checkpoint(model: FullyShardedDataParallel, failed: str, change: Callable[[str], None]) -> Iterator[str]:
+    """Have the servers write a checkpoint, and the worker of lowest rank change it; see Note: [Through files]."""
+    world = world_of(model.process_group)
+    with TemporaryDirectory(prefix="axon_ps-moments-", ignore_cleanup_errors=True) as mine:
+
+        def save() -> str:
+            if not world.is_main_process:
+                return ""
+            world.save_checkpoint(mine)
+            change(mine)
+            return mine
+
+        try:
+            yield next(filter(None, model.runtime.masters.together(failed, save)))
+        except (CheckpointError, ConfigurationError) as error:
+            error.add_note(_HINT)
+            raise
+
+
+def _full_model(model: FullyShardedDataParallel, directory: str) -> tuple[FullModel, Manifest]:
+    full = FullModel(model.spec)
+    return full, full.read(read_manifest(directory).section(model.name))
+
+
+def _check(optimizer: str, param: torch.Tensor, state: Mapping[str, Any], names: Sequence[str]) -> None:
+    if sorted(state) != sorted(names):
+        raise InvalidRequest(
+            f"the state dict has {', '.join(sorted(state)) or 'nothing'} of a parameter of shape {list(param.shape)}, "
+            f"and {optimizer} with these hyperparameters has {', '.join(sorted(names)) or 'nothing'}; load the state "
+            "dict of an optimizer of the same type"
+        )
+    for name, value in state.items():
+        shape = torch.Size() if name == _STEP else param.shape
+        if torch.as_tensor(value).shape != shape:
+            raise InvalidRequest(
+                f"{name!r} has shape {list(torch.as_tensor(value).shape)} in the state dict, and {list(shape)} here"
+            )
+
+
+def _updates(state: Mapping[str, Any]) -> int:
+    """Return torch's `step`. SGD has none: it is 1 once its momentum is not zero."""
+    return int(state[_STEP]) if _STEP in state else int(any(torch.any(value) for value in state.values()))
