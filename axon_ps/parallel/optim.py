@@ -326,7 +326,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _expected(self) -> tuple[Hyper, ...] | None:
         """Return the hyperparameters of the next step, if its result can be computed before it is decided."""
         hyper = self._hyper()
-        changes = self._runtime is None or self._runtime.changes_optimizer or self._grouping() != self._grouped
+        changes = self._runtime is None or self._runtime.optimizer_change or self._grouping() != self._grouped
         return None if changes or self._needs_more(hyper) else hyper
 
     def _needs_more(self, hyper: tuple[Hyper, ...]) -> bool:

@@ -18,7 +18,7 @@ from axon_ps.parallel.fsdp.steps import Position, StepStatus
 from axon_ps.parallel.fsdp.tensors.sent_gradients import SentGradients
 from axon_ps.parallel.wrapper import Uncopied
 from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.types import Hyper, OptimizerSpec, StepResult
+from axon_ps.types import Hyper, OptimizerChange, OptimizerSpec, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo
 
 LOAD_FAILED: Final = "the checkpoint was not loaded, since that failed"
@@ -53,14 +53,9 @@ class AbstractRuntime(Uncopied):
         raise NotImplementedError
 
     @property
-    def changes_optimizer(self) -> bool:
-        """True if another optimizer replaces the model's with the next step."""
+    def optimizer_change(self) -> OptimizerChange | None:
+        """The change of the model's optimizer with the next step; None = there is none."""
         raise NotImplementedError
-
-    @property
-    def begins_moments_anew(self) -> bool:
-        """True if the next step replaces the model's optimizer by one with new moments."""
-        return False
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state of our optimizer on this worker, by parameter and torch's names. It is {} with servers."""

@@ -37,7 +37,8 @@ class _Served(MovedOptimizer):
         """Return groups and moments in the form of torch's; every worker calls it."""
         states = moments.initial(self._spec(), moments.names_of(self.rule, self.param_groups))
         assert self._runtime is not None
-        if states and not self._runtime.begins_moments_anew:
+        change = self._runtime.optimizer_change
+        if states and (change is None or change.retains_moments):
             moments.read(self.model, states)
         with self._state.holding(states):
             return torch.optim.Optimizer.state_dict(self)

@@ -250,9 +250,9 @@ class ReplicatedRuntime(Runtime):
             self._change = replace(self._change, retains_moments=True)
 
     @property
-    def changes_optimizer(self) -> bool:
-        """See `Runtime.changes_optimizer`."""
-        return self._change is not None
+    def optimizer_change(self) -> OptimizerChange | None:
+        """See `Runtime.optimizer_change`."""
+        return self._change
 
     def _changed_optimizer(self) -> LocalOptimizer | None:
         """Return the optimizer that makes the next step, once it has replaced the one before."""

@@ -29,7 +29,7 @@ from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.markers import profiled
 from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome, StepResult
+from axon_ps.types import Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo, info_from_json, info_to_json
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
@@ -167,15 +167,9 @@ class ServerRuntime(Runtime):
         self._optimizer.retain_moments()
 
     @property
-    def changes_optimizer(self) -> bool:
-        """See `Runtime.changes_optimizer`; False once others have made that step without this worker."""
-        return self._optimizer.change is not None
-
-    @property
-    def begins_moments_anew(self) -> bool:
-        """See `Runtime.begins_moments_anew`."""
-        change = self._optimizer.change
-        return change is not None and not change.retains_moments
+    def optimizer_change(self) -> OptimizerChange | None:
+        """See `Runtime.optimizer_change`; None once others have made that step without this worker."""
+        return self._optimizer.change
 
     @property
     def committed(self) -> Mapping[str, str]:
