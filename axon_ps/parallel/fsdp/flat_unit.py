@@ -66,6 +66,7 @@ from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import become, set_own_data, states_of
 from axon_ps.parallel.fsdp.tensors.unit_gradients import UnitGradients
 from axon_ps.parallel.fsdp.wrap import Slot, Tree, WrappedUnit, Wrapping
+from axon_ps.parallel.wrapper import Uncopied
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -441,7 +442,7 @@ class FlatUnit:
 
 
 @dataclass(eq=False)
-class ModuleUnit:
+class ModuleUnit(Uncopied):
     """A module whose parameters are gathered together: its trainable and its frozen flat unit.
 
     Attributes:

@@ -24,6 +24,7 @@ from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
+from axon_ps.parallel.wrapper import Uncopied
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -58,13 +59,19 @@ def attach(runtime: Runtime, wrapper: nn.Module) -> None:
             unit.module.register_forward_hook(partial(_after_forward, runtime, unit), always_call=True)
         unit.module.register_forward_pre_hook(partial(_begin_saving, unit, True))
         unit.module.register_forward_hook(partial(_end_saving, unit), prepend=True, always_call=True)
-        hooks = unit.watch_gradients(partial(_grad_ready, weakref.ref(runtime), weakref.ref(unit)))
+        hooks = unit.watch_gradients(_GradReady(runtime, unit))
         fork.finalize(wrapper, _remove, hooks)
 
 
-def _grad_ready(runtime: weakref.ref[Runtime], unit: weakref.ref[ModuleUnit], param: nn.Parameter) -> None:
-    if (found := runtime()) is not None and (of := unit()) is not None:
-        found.grad_ready(of, param)
+class _GradReady(Uncopied):
+    """The hook of a parameter: its gradient is there."""
+
+    def __init__(self, runtime: Runtime, unit: ModuleUnit) -> None:
+        self._runtime, self._unit = weakref.ref(runtime), weakref.ref(unit)
+
+    def __call__(self, param: nn.Parameter) -> None:
+        if (runtime := self._runtime()) is not None and (unit := self._unit()) is not None:
+            runtime.grad_ready(unit, param)
 
 
 def _remove(hooks: Iterable[RemovableHandle]) -> None:

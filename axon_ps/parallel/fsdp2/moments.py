@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from tempfile import TemporaryDirectory
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -21,10 +21,12 @@ from axon_ps.errors import CheckpointError, ConfigurationError, InvalidRequest
 from axon_ps.optim.registry import create, initial_states
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.optim import ServerOptimizer, in_our_names
-from axon_ps.shard.full_model import FullModel
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
 from axon_ps.types import OptimizerSpec
 from axon_ps.worker.world import world_of
+
+if TYPE_CHECKING:
+    from axon_ps.shard.full_model import FullModel
 
 Names: TypeAlias = Mapping[torch.Tensor, Sequence[str]]
 """Per trained parameter, the names of its entries in torch's state."""
@@ -151,7 +153,7 @@ def write(
 
     def change(directory: str) -> None:
         before, manifest = _full_model(model, directory)
-        full = FullModel(model.spec)  # a new one, since the other has digests of the moments before
+        full = _empty_model(model)  # a new one, since the other has digests of the moments before
         for flat in model.runtime.flats:
             full.set(flat.index, before.values(flat.index), manifest.version)
             if not flat.trainable:
@@ -191,8 +193,14 @@ def _checkpoint(model: FullyShardedDataParallel, failed: str, change: Callable[[
 
 
 def _full_model(model: FullyShardedDataParallel, directory: str) -> tuple[FullModel, Manifest]:
-    full = FullModel(model.spec)
+    full = _empty_model(model)
     return full, full.read(read_manifest(directory).section(model.name))
+
+
+def _empty_model(model: FullyShardedDataParallel) -> FullModel:
+    from axon_ps.shard.full_model import FullModel  # loads numba, which other programs do not need
+
+    return FullModel(model.spec)
 
 
 def _check(optimizer: str, param: torch.Tensor, state: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -203,11 +211,9 @@ def _check(optimizer: str, param: torch.Tensor, state: Mapping[str, Any], names:
             "dict of an optimizer of the same type"
         )
     for name, value in state.items():
-        shape = torch.Size() if name == _STEP else param.shape
-        if torch.as_tensor(value).shape != shape:
-            raise InvalidRequest(
-                f"{name!r} has shape {list(torch.as_tensor(value).shape)} in the state dict, and {list(shape)} here"
-            )
+        wanted = () if name == _STEP else tuple(param.shape)
+        if (given := tuple(getattr(value, "shape", ()))) != wanted:
+            raise InvalidRequest(f"{name!r} has shape {list(given)} in the state dict, and {list(wanted)} here")
 
 
 def _updates(state: Mapping[str, Any]) -> int:

@@ -17,6 +17,12 @@ from axon_ps.parallel.fsdp.tensors import loss_scale
 from axon_ps.parallel.fsdp.tensors.loss_scale import LossScale, scale_of_backward, scaled
 
 
+@pytest.fixture(autouse=True)
+def no_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin without the scales of backwards that other tests have broken off."""
+    monkeypatch.setattr(loss_scale, "_scales", {})
+
+
 def weight(seen: list[float]) -> Tensor:
     """A leaf whose gradient notes the scale of the backward that it comes of."""
     made = torch.ones(2, requires_grad=True)

@@ -13,6 +13,7 @@ from axon_ps.cli.launch import run as cli
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel import FSDP, DiLoCo, MixedPrecision
+from axon_ps.parallel.fsdp.on_servers import traffic
 from axon_ps_lab.simulate.scenario import Scenario
 from axon_ps_lab.simulate.tables import ModelTable
 
@@ -85,7 +86,8 @@ def test_what_is_not_said_is_as_the_library_has_it() -> None:
         assert scenario.copies == CoordinatorConfig(num_shards=servers).copies
     job, precision = scenario.job, MixedPrecision()
     default = inspect.signature(FSDP).parameters
-    assert job.strategy == default["sharding_strategy"].default.name.lower()
+    assert default["sharding_strategy"].default is None
+    assert job.strategy == traffic.chosen([1], gpus=False)[0].name.lower()
     assert job.offload_params == default["cpu_offload"].default.offloads_params
     assert (precision.param_dtype, job.compute) == (None, str(torch.get_default_dtype()).removeprefix("torch."))
     assert (precision.wire_dtype, job.sent) == (None, job.compute)
