@@ -74,9 +74,9 @@ def understood(name: str, value: Any) -> Any:
         raise InvalidRequest(f"{name} is {value!r}{why}; give {wanted}") from None
 
 
-def strategy_of(value: Any) -> ShardingStrategy:
+def strategy_of(value: Any) -> ShardingStrategy | None:
     """Return a sharding strategy by its name, or by torch's enum. It raises as `checked` does."""
-    strategy: ShardingStrategy = understood("sharding_strategy", value)
+    strategy: ShardingStrategy | None = understood("sharding_strategy", value)
     return strategy
 
 
