@@ -82,6 +82,16 @@ class MixedPrecision:
         """Return the dtype in which parameters built as `built` compute."""
         return self.param_dtype or built
 
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Return the inputs of a forward as it is to have them."""
+        if self.param_dtype is None or not self.cast_forward_inputs:
+            return inputs
+        return cast_floats(inputs, self.param_dtype)
+
+    def cast_output(self, output: Any) -> Any:
+        """Return the output of a forward as the caller is to have it."""
+        return output if self.output_dtype is None else cast_floats(output, self.output_dtype)
+
     def wire(self, built: torch.dtype) -> WirePrecision:
         """Return the dtypes in which values of a model built in `built` are sent.
 

@@ -27,7 +27,7 @@ from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.fsdp.tensors.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.fsdp.values import WrappedValues
-from axon_ps.parallel.precision import MixedPrecision, cast_floats
+from axon_ps.parallel.precision import MixedPrecision
 from axon_ps.parallel.wrapper import ModuleWrapper
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
@@ -164,18 +164,15 @@ class FullyShardedDataParallel(ModuleWrapper):
             Misuse: this process is a fork of a worker.
         """
         runtime, precision = self._runtime, self._wrapping.precision
-        given, options = args, kwargs
         if self._served_buffers is not None:
             self._served_buffers.follow()
         pushed = hooks.before_root(runtime)
         try:
-            if precision.param_dtype is not None and precision.cast_forward_inputs:
-                given, options = cast_floats((args, kwargs), precision.param_dtype)
+            given, options = precision.cast_inputs((args, kwargs))
             output = inside(*given, **options)
         finally:
             hooks.end_root(pushed)
-        if precision.output_dtype is not None:
-            output = cast_floats(output, precision.output_dtype)
+        output = precision.cast_output(output)
         hooks.after_root(runtime, output)
         if hooks.again(runtime):
             del given, options, output  # the next attempt needs the memory

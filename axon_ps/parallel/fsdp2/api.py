@@ -14,8 +14,8 @@ from axon_ps.parallel.fsdp.arguments import understood
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload
 from axon_ps.parallel.fsdp2 import modules, optimizers
-from axon_ps.parallel.fsdp2.marks import Options, mark, mark_of
-from axon_ps.parallel.precision import MixedPrecision, cast_floats
+from axon_ps.parallel.fsdp2.marks import Options, checked_mark, mark, mark_of
+from axon_ps.parallel.precision import MixedPrecision
 
 _ModuleT = TypeVar("_ModuleT", nn.Module, list[nn.Module])
 
@@ -92,10 +92,7 @@ def sharded_model(module: nn.Module) -> FullyShardedDataParallel:
     Raises:
         InvalidRequest: `fully_shard` was not called on it; or as of `fully_shard`.
     """
-    found = mark_of(module)
-    if found is None:
-        raise InvalidRequest(f"fully_shard was not called on this {type(module).__name__}; call it first")
-    return found.outermost.built()
+    return checked_mark(module).outermost.built()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -115,9 +112,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     precision = found.options.precision
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _cast_inputs(precision, (args, kwargs))
+        args, kwargs = precision.cast_inputs((args, kwargs))
         output = found.outermost.built().run_method(module, method, *args, **kwargs)
-        return _cast_output(precision, output)
+        return precision.cast_output(output)
 
     module.__dict__[method_name] = run
 
@@ -145,20 +142,10 @@ def _cast_at(module: nn.Module, precision: MixedPrecision) -> None:
     """Cast floating-point inputs and outputs of a module as torch's `MixedPrecisionPolicy` says."""
     if precision.param_dtype is not None and precision.cast_forward_inputs:
         module.register_forward_pre_hook(
-            uncompiled(lambda _, args, kwargs: _cast_inputs(precision, (args, kwargs))), prepend=True, with_kwargs=True
+            uncompiled(lambda _, args, kwargs: precision.cast_inputs((args, kwargs))), prepend=True, with_kwargs=True
         )
     if precision.output_dtype is not None:
-        module.register_forward_hook(uncompiled(lambda _, args, output: _cast_output(precision, output)))
-
-
-def _cast_inputs(precision: MixedPrecision, inputs: Any) -> Any:
-    if precision.param_dtype is None or not precision.cast_forward_inputs:
-        return inputs
-    return cast_floats(inputs, precision.param_dtype)
-
-
-def _cast_output(precision: MixedPrecision, output: Any) -> Any:
-    return output if precision.output_dtype is None else cast_floats(output, precision.output_dtype)
+        module.register_forward_hook(uncompiled(lambda _, args, output: precision.cast_output(output)))
 
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "sharded_model"]

@@ -169,6 +169,17 @@ def mark_of(module: nn.Module) -> Mark | None:
     return module.__dict__.get(_MARK)
 
 
+def checked_mark(module: Any) -> Mark:
+    """Return the mark of a module.
+
+    Raises:
+        InvalidRequest: `fully_shard` was not called on it.
+    """
+    if (found := mark_of(module)) is None:
+        raise InvalidRequest(f"fully_shard was not called on this {type(module).__name__}; call it first")
+    return found
+
+
 def root_with(params: Iterable[torch.Tensor]) -> Mark | None:
     """Return the outermost marked module that has these parameters; None if no marked one has any of them.
 

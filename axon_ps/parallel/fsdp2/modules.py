@@ -15,7 +15,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
 from axon_ps.parallel.fsdp.forwards import check_idle
 from axon_ps.parallel.fsdp.runtime import Runtime
-from axon_ps.parallel.fsdp2.marks import Mark, mark_of
+from axon_ps.parallel.fsdp2.marks import checked_mark, mark_of
 from axon_ps.parallel.wrapper import Uncopied
 from axon_ps.worker.world import world_of
 
@@ -44,7 +44,7 @@ class FSDPModule(Uncopied):
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mark = _mark(self)
+        mark = checked_mark(self)
         model = mark.outermost.built()
         if mark.around is None:
             return model(*args, **kwargs)
@@ -85,7 +85,7 @@ class FSDPModule(Uncopied):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
         """Load values as `FullyShardedDataParallel.load_state_dict` does; before the first use as `nn.Module` does."""
-        mark = _mark(self)
+        mark = checked_mark(self)
         if mark.around is not None or mark.model is None:
             keys: _IncompatibleKeys = super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
             if mark.outermost.model is None:
@@ -95,14 +95,14 @@ class FSDPModule(Uncopied):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those that were sent too."""
-        mark = _mark(self)
+        mark = checked_mark(self)
         if mark.around is not None or mark.model is None:
             super().zero_grad(set_to_none)  # type: ignore[misc]
         else:
             mark.model.zero_grad(set_to_none)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        mark = _mark(self)
+        mark = checked_mark(self)
         model = mark.outermost.model
         if model is None:
             applied: Self = super()._apply(fn, recurse)  # type: ignore[misc]
@@ -119,7 +119,7 @@ class FSDPModule(Uncopied):
         Raises:
             InvalidRequest: it is not called on the model, or without its units: gradients of a step are sent together.
         """
-        mark = _mark(self)
+        mark = checked_mark(self)
         if mark.around is not None or not recurse:
             raise InvalidRequest(
                 "set_requires_gradient_sync was called for one unit; call it on the model, since the gradients of a "
@@ -157,7 +157,7 @@ class FSDPModule(Uncopied):
 
     def reset_iter_state(self) -> None:
         """Forget a forward or a backward that was broken off."""
-        if (model := _mark(self).outermost.model) is not None:
+        if (model := checked_mark(self).outermost.model) is not None:
             model.runtime.reset()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -225,20 +225,13 @@ class FSDPModule(Uncopied):
 
         It is one unit as a rule. Tied parameters are of the root, and this module may have no parameters.
         """
-        runtime = _mark(self).outermost.built().runtime
+        runtime = checked_mark(self).outermost.built().runtime
         own: Any = self
         inside = [child for child in own.modules() if child is not own and mark_of(child) is not None]
         others = {param for child in inside for param in child.parameters()}
         params = set(own.parameters()) - others
         units = [unit for unit in runtime.units if any(not params.isdisjoint(flat.params) for flat in unit.flats)]
         return runtime, units
-
-
-def _mark(module: Any) -> Mark:
-    found = mark_of(module)
-    if found is None:
-        raise InvalidRequest(f"fully_shard was not called on this {type(module).__name__}; call it first")
-    return found
 
 
 def _check_modules(call: str, modules: Sequence[object]) -> None:

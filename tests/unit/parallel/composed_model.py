@@ -90,7 +90,7 @@ def train(
 
 
 def plain(make: Callable[[nn.Module], torch.optim.Optimizer], **how: Any) -> State:
-    """What one process of torch's trains."""
+    """Return the values that one process of torch trains."""
     model = Model()
     return train(model, make(model), **how)
 
