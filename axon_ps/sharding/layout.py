@@ -5,8 +5,11 @@ order given. A unit is all trainable or all frozen, so gradients, moments and tr
 parameters appear once, under their first name, with the other names as aliases. Units are never padded, so nothing has
 to be stripped when a checkpoint is written.
 
+A parameter may be a *box* of a larger tensor, its *whole*: a part of the model that tensor parallelism cuts. Then the
+layout has all boxes of the whole. They are a grid, so each element of the whole is in exactly one box.
+
 Invariants of a `Layout`: unit and parameter names are unique (aliases included), offsets are the running sum of the
-numels, every parameter has at least one element.
+numels, every parameter has at least one element. Names of wholes and of parameters that are not boxes are unique.
 """
 
 from __future__ import annotations
@@ -22,15 +25,33 @@ from axon_ps.types import DType
 
 
 @dataclass(frozen=True, kw_only=True)
+class Whole:
+    """The tensor that a parameter is a box of.
+
+    Attributes:
+        name: its fully qualified name in the user's module.
+        shape: its shape.
+        begin: index in it of the box's first element, in every dimension.
+        aliases: further names of the same tensor (tied weights).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    begin: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parameter:
     """One parameter tensor.
 
     Attributes:
-        name: its fully qualified name in the user's module.
+        name: its fully qualified name in the user's module; of a box, unique among all boxes of all parts.
         shape: its shape; () for a scalar.
         offset: index of its first element in its unit.
         dtype: its dtype in the user's model. Masters are always f32.
         aliases: further names of the same tensor (tied weights).
+        whole: the tensor that it is a box of; None = it is a whole tensor.
     """
 
     name: str
@@ -38,6 +59,7 @@ class Parameter:
     offset: int
     dtype: DType = DType.F32
     aliases: tuple[str, ...] = ()
+    whole: Whole | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -48,6 +70,11 @@ class Parameter:
     def end(self) -> int:
         """One past its last element in its unit."""
         return self.offset + self.numel
+
+    @cached_property
+    def tensor(self) -> Whole:
+        """The tensor that it is a box of. A whole tensor is the box that covers it."""
+        return self.whole or Whole(name=self.name, shape=self.shape, begin=(0,) * len(self.shape), aliases=self.aliases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +126,7 @@ class Layout:
                 offset = p.end
             if not unit.parameters:
                 raise InvalidRequest(f"unit {unit.name!r} has no parameters; leave it out of the layout")
+        _check_boxes([p for _, p in self.parameters()])
 
     def name_of(self, unit: int) -> str:
         """Return the unit's name for messages, or its number if it has no name, as the root."""
@@ -125,6 +153,60 @@ class Layout:
     def digest(self) -> str:
         """SHA-256 (hex) over everything in the layout. Equal digests mean equal layouts."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def _check_boxes(parameters: Sequence[Parameter]) -> None:
+    """Check that the boxes of each whole are a grid that covers it, and that tensors have unique names.
+
+    Raises:
+        InvalidRequest: they are not, or have not.
+    """
+    boxes: dict[str, list[Parameter]] = {}
+    for p in parameters:
+        if p.whole is not None:
+            boxes.setdefault(p.whole.name, []).append(p)
+    if not boxes:
+        return
+    names = {name for p in parameters if p.whole is None for name in (p.name, *p.aliases)}
+    for of_whole in boxes.values():
+        first = of_whole[0].tensor
+        for name in (first.name, *first.aliases):
+            if name in names:
+                raise InvalidRequest(f"tensor name {name!r} appears twice in the layout; names must be unique")
+            names.add(name)
+        _check_grid(of_whole)
+
+
+def _check_grid(boxes: Sequence[Parameter]) -> None:
+    first, whole = boxes[0], boxes[0].tensor
+    for p in boxes:
+        a, b = (whole.shape, whole.aliases, first.dtype), (p.tensor.shape, p.tensor.aliases, p.dtype)
+        if a != b:
+            raise InvalidRequest(
+                f"parameters {first.name!r} and {p.name!r} are boxes of {whole.name!r}, by one of shape "
+                f"{whole.shape}, dtype {first.dtype.value} and aliases {list(whole.aliases)}, and by the other of "
+                f"{p.tensor.shape}, {p.dtype.value} and {list(p.tensor.aliases)}; they must agree"
+            )
+        if not len(p.shape) == len(p.tensor.begin) == len(whole.shape):
+            raise InvalidRequest(
+                f"parameter {p.name!r} of shape {p.shape} begins at {p.tensor.begin} of {whole.name!r}, whose shape is "
+                f"{whole.shape}; all three must have as many dimensions"
+            )
+    cuts = [sorted({p.tensor.begin[d] for p in boxes}) for d in range(len(whole.shape))]
+    ends = [dict(zip(cut, [*cut[1:], size], strict=True)) for cut, size in zip(cuts, whole.shape, strict=True)]
+    for p in boxes:
+        box = list(zip(p.tensor.begin, p.shape, ends, strict=True))
+        if any(begin + size != end[begin] for begin, size, end in box):
+            raise InvalidRequest(
+                f"parameter {p.name!r} is the box of shape {p.shape} at {p.tensor.begin} of {whole.name!r}, whose "
+                f"shape is {whole.shape}; the boxes of a tensor must be a grid, inside it, without gaps and overlaps"
+            )
+    wanted, found = math.prod(map(len, cuts)), len({p.tensor.begin for p in boxes})
+    if not found == len(boxes) == wanted or any(cut[0] != 0 for cut in cuts):
+        raise InvalidRequest(
+            f"tensor {whole.name!r} of shape {whole.shape} has {len(boxes)} boxes, which begin at {found} places; they "
+            f"must be a grid of {' x '.join(str(len(cut)) for cut in cuts)} boxes that covers it, each element once"
+        )
 
 
 def build_unit(name: str, parameters: Sequence[tuple[str, tuple[int, ...], DType]], *, trainable: bool = True) -> Unit:
@@ -160,8 +242,18 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
                 return f"parameter {p.name!r} has dtype {p.dtype.value} here and {q.dtype.value} in the job"
             if p.aliases != q.aliases:
                 return f"parameter {p.name!r} is tied to {list(p.aliases)} here and to {list(q.aliases)} in the job"
+            if p.whole != q.whole:
+                return f"parameter {p.name!r} is {_place(p)} here and {_place(q)} in the job"
         if len(a.parameters) != len(b.parameters):
             return f"unit {a.name!r} has {len(a.parameters)} parameters here and {len(b.parameters)} in the job"
     if len(ours.units) != len(theirs.units):
         return f"there are {len(ours.units)} units here and {len(theirs.units)} in the job"
     return ""
+
+
+def _place(p: Parameter) -> str:
+    """Return in words the place of a parameter in its whole."""
+    if p.whole is None:
+        return "a whole tensor"
+    tied = f", tied to {list(p.whole.aliases)}," if p.whole.aliases else ""
+    return f"the box at {p.whole.begin} of {p.whole.name!r}{tied} of shape {p.whole.shape}"

@@ -15,7 +15,7 @@ from axon_ps.compress.compressor import Compressor
 from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.layout import Layout, Parameter, Unit
+from axon_ps.sharding.layout import Layout, Parameter, Unit, Whole
 from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, LocalSteps, Policy, Synchronous
@@ -123,6 +123,14 @@ def dtype_from_proto(number: int, *, blocks: bool = False) -> DType:
     return dtype
 
 
+def _check_whole(whole: Whole) -> None:
+    for alias in whole.aliases:
+        name_from_proto(alias, "a tensor's alias")
+
+
+WHOLE: Final = Conversion(Whole, common_pb2.Whole, check=_check_whole, name=name_of("a tensor's name"))
+
+
 def placement_to_proto(placement: Placement) -> placement_pb2.Placement:
     """Convert the placement of a model's slices to a message."""
     made = {h: placement_pb2.SliceHolders(complete=h.complete, copying=h.copying) for h in placement.counts}
@@ -163,7 +171,12 @@ def layout_to_proto(layout: Layout) -> common_pb2.Layout:
                 trainable=unit.trainable,
                 parameters=[
                     common_pb2.Parameter(
-                        name=p.name, shape=p.shape, offset=p.offset, dtype=dtype_to_proto(p.dtype), aliases=p.aliases
+                        name=p.name,
+                        shape=p.shape,
+                        offset=p.offset,
+                        dtype=dtype_to_proto(p.dtype),
+                        aliases=p.aliases,
+                        whole=None if p.whole is None else WHOLE.to_proto(p.whole),
                     )
                     for p in unit.parameters
                 ],
@@ -422,4 +435,5 @@ def _parameter(message: common_pb2.Parameter) -> Parameter:
         offset=message.offset,
         dtype=dtype_from_proto(message.dtype),
         aliases=tuple(name_from_proto(a, "a parameter's alias") for a in message.aliases),
+        whole=WHOLE.from_proto(message.whole) if message.HasField("whole") else None,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from axon_ps.errors import InvalidRequest
@@ -9,6 +12,7 @@ from axon_ps.sharding.layout import (
     Layout,
     Parameter,
     Unit,
+    Whole,
     build_unit,
     first_difference,
 )
@@ -16,6 +20,12 @@ from axon_ps.types import DType
 from axon_ps.wire import codec
 
 F32 = DType.F32
+
+
+def box(called: str, size: tuple[int, ...], begin: tuple[int, ...], **whole: Any) -> Unit:
+    """A unit of one box, of the tensor "w" of shape 4 x 6."""
+    of = Whole(**{"name": "w", "shape": (4, 6), "begin": begin, **whole})
+    return Unit(name=called, parameters=(Parameter(name=called, shape=size, offset=0, whole=of),))
 
 
 def layout(*units: Unit) -> Layout:
@@ -54,6 +64,52 @@ def test_parameters_lie_one_behind_the_other() -> None:
 def test_broken_layouts_are_refused(units: tuple[Unit, ...], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         Layout(units=units)
+
+
+def test_the_boxes_of_a_tensor_are_a_grid_that_covers_it() -> None:
+    uneven = layout(
+        box("a", (3, 2), (0, 0)), box("b", (3, 4), (0, 2)), box("c", (1, 2), (3, 0)), box("d", (1, 4), (3, 2))
+    )
+    assert [p.tensor.begin for _, p in uneven.parameters()] == [(0, 0), (0, 2), (3, 0), (3, 2)]
+    assert codec.layout_from_proto(codec.layout_to_proto(uneven)) == uneven
+    whole = two().units[0].parameters[0]
+    assert whole.tensor == Whole(name="a.w", shape=(3, 4), begin=(0, 0))
+    assert layout(box("a", (4, 6), (0, 0))).numel == 24, "one box may be all of it"
+
+
+@pytest.mark.parametrize(
+    ("units", "words"),
+    [
+        ((box("a", (2, 6), (0, 0)),), "'a' is the box of shape .* without gaps and overlaps"),
+        ((box("a", (4, 6), (0, 0)), box("b", (4, 6), (0, 0))), "2 boxes, which begin at 1 places"),
+        ((box("a", (2, 6), (0, 0)), box("b", (3, 6), (1, 0))), "without gaps and overlaps"),
+        ((box("a", (2, 6), (0, 0)), box("b", (3, 6), (2, 0))), "'b' is the box of shape .* inside it"),
+        ((box("a", (2, 6), (2, 0)),), "must be a grid of 1 x 1 boxes that covers it"),
+        ((box("a", (4, 6), (5, 0)),), "inside it"),
+        ((box("a", (4, 6), (0,)),), "all three must have as many dimensions"),
+        ((box("a", (24,), (0, 0)),), "all three must have as many dimensions"),
+        ((box("a", (2, 3), (0, 0)), box("b", (2, 3), (0, 3)), box("c", (2, 3), (2, 3))), "3 boxes"),
+        ((box("a", (2, 6), (0, 0)), box("b", (2, 6), (2, 0), shape=(4, 7))), "they must agree"),
+        ((box("a", (2, 6), (0, 0)), box("b", (2, 6), (2, 0), aliases=("v",))), "they must agree"),
+        ((box("a", (4, 6), (0, 0)), build_unit("u", [("w", (1,), F32)])), "tensor name 'w' appears twice"),
+        ((box("a", (4, 6), (0, 0), aliases=("w",)),), "tensor name 'w' appears twice"),
+    ],
+)
+def test_boxes_that_do_not_cover_a_tensor_once_are_refused(units: tuple[Unit, ...], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        Layout(units=units)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        (box("a", (4, 6), (0, 0)), box("a", (4, 6), (0, 0), name="v"), "is the box at .* of 'w' .* here and .* of 'v'"),
+        (box("a", (4, 6), (0, 0), aliases=("v",)), box("a", (4, 6), (0, 0)), "tied to .'v'., of shape"),
+        (box("a", (4, 6), (0, 0)), build_unit("a", [("a", (4, 6), F32)]), "here and a whole tensor in the job"),
+    ],
+)
+def test_another_box_is_a_difference(ours: Unit, theirs: Unit, words: str) -> None:
+    assert re.search(words, first_difference(layout(ours), layout(theirs)))
 
 
 @pytest.mark.parametrize(
