@@ -150,6 +150,18 @@ class Layout:
                 yield i, p
 
     @cached_property
+    def tensors(self) -> tuple[Parameter, ...]:
+        """The whole tensors in the order of their first boxes, each as the only parameter of a unit."""
+        found: dict[str, Parameter] = {}
+        for _, p in self.parameters():
+            whole = p.tensor
+            if whole.name not in found:
+                found[whole.name] = Parameter(
+                    name=whole.name, shape=whole.shape, offset=0, dtype=p.dtype, aliases=whole.aliases
+                )
+        return tuple(found.values())
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) over everything in the layout. Equal digests mean equal layouts."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
