@@ -45,7 +45,8 @@ def layouts(draw: st.DrawFn, shapes: Sequence[Shape]) -> Layout:
             pieces.append((f"part{i}/{name}", size, Whole(name=name, shape=shape, begin=begin)))
     units: list[list[Parameter]] = [[]]
     for name, size, whole in draw(st.permutations(pieces)):
-        if units[-1] and draw(st.booleans()):
+        apart: bool = draw(st.booleans())
+        if units[-1] and apart:
             units.append([])
         offset = units[-1][-1].end if units[-1] else 0
         units[-1].append(Parameter(name=name, shape=size, offset=offset, whole=whole))
