@@ -90,6 +90,14 @@ class OpenSlices:
         """Return the number of updates of each parameter of a slice's unit, which must be trainable."""
         return self._updates[s]
 
+    def updates_in(self, move: Move) -> int:
+        """Return the number of updates of the parameter that a move begins to read from; 0 if it was frozen."""
+        unit = self.manifest.layout.units[move.source_unit]
+        if not unit.trainable:
+            return 0
+        s, _ = next(parts_of(self.manifest, move))
+        return self.updates(s)[bisect_right(unit.parameters, move.source_begin, key=lambda p: p.offset) - 1]
+
     def read_into(self, s: Slice, begin: int, out: Array, name: str = PARAM) -> bool:
         """Fill `out`, f32[m], with the parameters or a moment of a slice, from an element of its unit on.
 

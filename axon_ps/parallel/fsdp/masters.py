@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -21,8 +21,8 @@ class Masters(ABC):
     """The values that a model's optimizer updates, and the workers that have the model."""
 
     @abstractmethod
-    def units(self) -> Iterator[torch.Tensor]:
-        """Yield units' values, f32[unit_numel], in layout order; see `FullyShardedDataParallel.full_parameters`."""
+    def units(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
+        """Yield the values, f32[unit_numel], of units; see `FullyShardedDataParallel.full_parameters`."""
 
     @abstractmethod
     def replace(self, values: Iterator[torch.Tensor]) -> None:

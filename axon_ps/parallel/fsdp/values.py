@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import reprlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -63,6 +63,11 @@ class WrappedValues:
     def summoned(self, *, writeback: bool) -> Iterator[None]:
         """See `FullyShardedDataParallel.summon_full_params`."""
         check_idle(self._runtime.units, "summon_full_params")
+        if writeback and len(self._runtime.flats) < len(self._layout.units):
+            raise Misuse(
+                "summon_full_params(writeback=True) cannot be at a mesh, where a worker has a part of the model; give "
+                "whole tensors to load_state_dict() or update_shards()"
+            )
         new: dict[str, torch.Tensor] = {}
         pushed = saved_tensors.push()
         try:
@@ -93,11 +98,20 @@ class WrappedValues:
             value_of = partial(_value_in, new)
             self._runtime.masters.replace(self._new_values(value_of, self._staying(value_of)))
 
-    def full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `FullyShardedDataParallel.full_parameters`."""
-        for unit, values in zip(self._layout.units, self._runtime.masters.units(), strict=True):
-            for spec in unit.parameters:
-                yield spec.name, values[spec.offset : spec.end].view(spec.shape)
+    def full(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `FullyShardedDataParallel.full_parameters`. Tensors whose names are not `wanted` may be left out."""
+        sets = [s for s in self._layout.unit_sets if wanted is None or any(t.name in wanted for t in s.tensors)]
+        units = self._runtime.masters.units(unit for found in sets for unit in found.units)
+        for found in sets:
+            values: dict[str, torch.Tensor] = {}
+            for unit, flat in zip(found.units, itertools.islice(units, len(found.units)), strict=True):
+                for p in self._layout.units[unit].parameters:
+                    value = flat[p.offset : p.end].view(p.shape)
+                    if p.whole is None:
+                        values[p.name] = value
+                    else:
+                        values.setdefault(p.whole.name, flat.new_empty(p.whole.shape))[p.box] = value
+            yield from ((tensor.name, values[tensor.name]) for tensor in found.tensors)
 
     @property
     def sharded(self) -> set[nn.Parameter]:
@@ -129,15 +143,15 @@ class WrappedValues:
         """Give the values to a state dict of the user's module, whose names begin with `prefix`."""
         if self._served is not None:
             self._served.follow()
-        by_name = {p.name: p for _, p in self._layout.parameters()}
-        keys = {prefix + alias for p in by_name.values() for alias in (p.name, *p.aliases)}
+        by_name = {p.name: p for p in self._layout.tensors}
+        keys = {prefix + alias for p in by_name.values() for alias in _names(p)}
         wanted = {key for key in keys if key in state and not isinstance(state[key], nn.Parameter)}
         if not wanted:
             return  # keep_vars
         self._runtime.units[0].check_replaced()
-        for name, value in self.full():
+        for name, value in self.full({n for n, p in by_name.items() if wanted & {prefix + a for a in _names(p)}}):
             copy = value.to(TORCH_DTYPES[by_name[name].dtype], copy=True)
-            state.update({k: copy for k in (prefix + n for n in (name, *by_name[name].aliases)) if k in wanted})
+            state.update({k: copy for k in (prefix + n for n in _names(by_name[name])) if k in wanted})
         members = (
             self._module.named_parameters(remove_duplicate=False),
             self._module.named_buffers(remove_duplicate=False),
@@ -161,10 +175,10 @@ class WrappedValues:
     def update(self, flat: Any) -> None:
         """See `FullyShardedDataParallel.update_shards`."""
         values = self._agreed("update_shards", lambda: self._divided(flat))
-        self._runtime.masters.replace(self._new_values(lambda p: values[p.name].view(p.shape), {}))
+        self._runtime.masters.replace(self._new_values(lambda tensor: values[tensor.name].view(tensor.shape), {}))
 
     def _sharded_names(self) -> set[str]:
-        return {alias for _, p in self._layout.parameters() for alias in (p.name, *p.aliases)}
+        return {name for tensor in self._layout.tensors for name in _names(tensor)}
 
     def _fitting(
         self, state_dict: Mapping[str, Any], strict: bool, assign: bool
@@ -179,6 +193,12 @@ class WrappedValues:
         if assign:
             raise InvalidRequest("load_state_dict(assign=True) cannot be: the values of a sharded model are elsewhere")
         own = self._module.state_dict(keep_vars=True)
+        here = {p.tensor.name for flat in self._runtime.flats for p in flat.unit.parameters}
+        if elsewhere := next((tensor.name for tensor in self._layout.tensors if tensor.name not in here), None):
+            raise Misuse(
+                f"load_state_dict() gives values to a whole model, and {elsewhere!r} is not in this stage of it; load "
+                "a checkpoint, which all stages have in common: load_checkpoint()"
+            )
         keys = _IncompatibleKeys([k for k in own if k not in state_dict], [k for k in state_dict if k not in own])
         if strict and (keys.missing_keys or keys.unexpected_keys):
             raise InvalidRequest(
@@ -213,7 +233,7 @@ class WrappedValues:
 
     def _staying(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Return the values of all parameters if some get no new one, since the servers drop all present values."""
-        some_stay = any(value_of(p) is None for _, p in self._layout.parameters())
+        some_stay = any(value_of(tensor) is None for tensor in self._layout.tensors)
         return dict(self.full()) if some_stay else {}
 
     def _divided(self, flat: Any) -> dict[str, torch.Tensor]:
@@ -229,19 +249,20 @@ class WrappedValues:
         if flat.shape != (layout.numel,):
             raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.numel}], one per parameter")
         _check_value("flat", flat, torch.empty(layout.numel, dtype=torch.float32, device="meta"))
-        values = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
-        return {p.name: value for (_, p), value in zip(layout.parameters(), values, strict=True)}
+        values = torch.split(flat.detach(), [tensor.numel for tensor in layout.tensors])
+        return {tensor.name: value for tensor, value in zip(layout.tensors, values, strict=True)}
 
     def _new_values(
         self, value_of: Callable[[Parameter], torch.Tensor | None], old: Mapping[str, torch.Tensor]
     ) -> Iterator[torch.Tensor]:
         """Yield f32[unit_numel] of every unit."""
+        tensors = {tensor.name: tensor for tensor in self._layout.tensors}
         for unit in self._layout.units:
             values = torch.empty(unit.numel, dtype=torch.float32, device="cpu")
             for spec in unit.parameters:
-                value = value_of(spec)
-                new = old[spec.name] if value is None else value.detach()
-                values[spec.offset : spec.end].view(spec.shape).copy_(new)
+                value = value_of(tensors[spec.tensor.name])
+                new = old[spec.tensor.name] if value is None else value.detach()
+                values[spec.offset : spec.end].view(spec.shape).copy_(new[spec.box])
             yield values
 
 
@@ -274,9 +295,13 @@ def _refuse_loading(path: str, module: nn.Module, state_dict: Mapping[str, Any],
         )
 
 
-def _value_in(given: Mapping[str, Any], parameter: Parameter) -> torch.Tensor | None:
-    """Return the value under one of a parameter's names; None if there is none."""
-    return next((given[name] for name in (parameter.name, *parameter.aliases) if name in given), None)
+def _names(tensor: Parameter) -> tuple[str, ...]:
+    return tensor.name, *tensor.aliases
+
+
+def _value_in(given: Mapping[str, Any], tensor: Parameter) -> torch.Tensor | None:
+    """Return the value under one of a tensor's names; None if there is none."""
+    return next((given[name] for name in _names(tensor) if name in given), None)
 
 
 def _check_value(what: str, value: Any, target: torch.Tensor) -> None:

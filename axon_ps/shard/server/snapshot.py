@@ -12,7 +12,6 @@ fail.
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ from axon_ps.optim import registry
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.apply import Pin, VersionPins
-from axon_ps.sharding.layout import Layout, Parameter
+from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.moves import Move, Places
 from axon_ps.sharding.plan import Slice
 from axon_ps.storage.checkpoint import FileEntry, SafetensorsWriter, TensorSpec, create_file
@@ -243,18 +242,10 @@ def _updates(owned: OwnedSlice, layout: Layout, source: OpenSlices, places: Plac
 
     The boxes of a tensor are updated together, so the count is that of the one with the first element.
     """
-    return tuple(
-        _update_count(owned.chunks.unit, p, begin, source, places) if begin < min(p.end, owned.chunks.end) else 0
-        for p in layout.units[owned.chunks.unit].parameters
-        for begin in [max(p.offset, owned.chunks.begin)]
-    )
-
-
-def _update_count(number: int, p: Parameter, element: int, source: OpenSlices, places: Places) -> int:
-    """Return the update count of an element of a parameter; 0 if it was frozen."""
-    (move,) = places.moves_of(number, p, element, element + 1)
-    unit = source.manifest.layout.units[move.source_unit]
-    if not unit.trainable:
-        return 0
-    ((old, _),) = parts_of(source.manifest, move)
-    return source.updates(old)[bisect_right(unit.parameters, move.source_begin, key=lambda q: q.offset) - 1]
+    updates: list[int] = []
+    for p in layout.units[owned.chunks.unit].parameters:
+        begin = max(p.offset, owned.chunks.begin)
+        inside = begin < min(p.end, owned.chunks.end)
+        moves = places.moves_of(owned.chunks.unit, p, begin, begin + 1) if inside else iter(())
+        updates.append(sum(map(source.updates_in, moves)))
+    return tuple(updates)

@@ -22,7 +22,7 @@ class Known(Masters):
         self.others = others
         self.sent: list[dict[str, Any]] = []
 
-    def units(self) -> Iterator[torch.Tensor]:
+    def units(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
         raise NotImplementedError
 
     def replace(self, values: Iterator[torch.Tensor]) -> None:

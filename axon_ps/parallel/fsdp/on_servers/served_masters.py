@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ class ServedMasters(Masters):
         self._client = client
         self._flats = flats
 
-    def units(self) -> Iterator[torch.Tensor]:
+    def units(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
         """See `Masters.units`. The units are read one at a time."""
         check_unchanged(self._flats)
         view, spec = self._client.view, self._wrapping.spec
         began = view.epoch, view.latest_version
-        for index, unit in enumerate(spec.layout.units):
-            values = torch.empty(unit.numel, dtype=torch.float32, device="cpu")
+        for index in numbers:
+            values = torch.empty(spec.layout.units[index].numel, dtype=torch.float32, device="cpu")
             self._client.parameters.gather(index, values.numpy(), exact=True).wait()
             if (view.epoch, view.latest_version) != began and not spec.policy.asynchronous:
                 raise StepAborted(TORN)
