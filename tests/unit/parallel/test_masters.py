@@ -5,7 +5,7 @@ Tests of `parallel/fsdp/masters.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
