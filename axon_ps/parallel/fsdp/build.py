@@ -39,6 +39,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import default_options
+from axon_ps.types import Grouping
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import World, world_of
 
@@ -82,7 +83,7 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
         layout=layout,
         precision=precision,
         options=given.plan_options or even_options(layout, world.num_shards, node_size, default_options(precision)),
-        replica_is_node=strategy is ShardingStrategy.HYBRID_SHARD,
+        grouping=Grouping(by_node=strategy is ShardingStrategy.HYBRID_SHARD),
         policy=policy,
         model=type(module).__qualname__,
     )
