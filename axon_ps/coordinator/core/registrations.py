@@ -342,4 +342,7 @@ class Registrations:
     def _claim_upload(self, model: Model, entry: RosterEntry) -> bool:
         if not model.state(self._assembly.shards()).initialized:
             model.first_values.waiting.add(entry.member.incarnation)
-        return model.first_values.claim_upload(entry.member.incarnation, self._candidates(model.name))
+        row = () if model.registration.spec is None else model.registration.spec.grouping.row_of(entry.member.rank)
+        of_row = {e.member.incarnation for e in self._assembly.roster.of_role(Role.WORKER) if e.member.rank in row}
+        there = self._candidates(model.name)
+        return model.first_values.claim_upload(entry.member.incarnation, there, of_row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,12 +21,15 @@ class Masters(ABC):
     """The values that a model's optimizer updates, and the workers that have the model."""
 
     @abstractmethod
-    def units(self) -> Iterator[torch.Tensor]:
-        """Yield units' values, f32[unit_numel], in layout order; see `FullyShardedDataParallel.full_parameters`."""
+    def units(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Yield the values of these units, f32[unit_numel]; see `FullyShardedDataParallel.full_parameters`."""
 
     @abstractmethod
     def replace(self, values: Iterator[torch.Tensor]) -> None:
-        """Replace every unit's values, f32[unit_numel], in layout order, by those of the worker of lowest rank."""
+        """Replace all values by those of the worker of lowest rank: f32[unit_numel] of each of its units.
+
+        In a mesh the other workers of its replica give theirs.
+        """
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:

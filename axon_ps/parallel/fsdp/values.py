@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import reprlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -18,14 +18,17 @@ from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.checkpoints.buffers import ServedBuffers
 from axon_ps.parallel.fsdp.forwards import check_idle
 from axon_ps.parallel.fsdp.masters import TORN
+from axon_ps.parallel.fsdp.mesh.boxes import assembled, box_in, is_divided, like
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
 from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.parallel.wrapper import Uncopied
-from axon_ps.sharding.layout import Parameter
 
 T = TypeVar("T")
+
+_ValueOf: TypeAlias = Callable[[tuple[str, ...]], torch.Tensor | None]
+"""Returns the value of the parameter of these names; None if there is none."""
 
 
 class WrappedValues:
@@ -49,6 +52,7 @@ class WrappedValues:
     ) -> None:
         self._module = module
         self._layout = wrapping.spec.layout
+        self._lines = wrapping.lines
         self._runtime = runtime
         self._buffer_dtypes = buffer_dtypes
         self._served = served
@@ -68,7 +72,7 @@ class WrappedValues:
         try:
             self._runtime.gather()
             flats = [flat for flat in self._runtime.flats if flat.sharded]
-            named = [(p.name, t) for flat in flats for p, t in zip(flat.unit.parameters, flat.params, strict=True)]
+            named = [(names[0], t) for flat in flats for names, t in zip(flat.names, flat.params, strict=True)]
             before = [param._version for _, param in named]
             yield
             changed = [(n, p) for (n, p), version in zip(named, before, strict=True) if p._version != version]
@@ -95,9 +99,16 @@ class WrappedValues:
 
     def full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `FullyShardedDataParallel.full_parameters`."""
-        for unit, values in zip(self._layout.units, self._runtime.masters.units(), strict=True):
-            for spec in unit.parameters:
-                yield spec.name, values[spec.offset : spec.end].view(spec.shape)
+        if self._lines is None:
+            return ((names[0], value) for names, _, value in self._boxes())
+        return assembled(self._layout, self._runtime.masters.units(range(len(self._layout.units))))
+
+    def _boxes(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter, torch.Tensor]]:
+        """Yield the parameters of this worker, with their names and the values that are its own, f32."""
+        flats = self._runtime.flats
+        for flat, values in zip(flats, self._runtime.masters.units([flat.index for flat in flats]), strict=True):
+            for names, spec, param in zip(flat.names, flat.unit.parameters, flat.params, strict=True):
+                yield names, param, values[spec.offset : spec.end].view(spec.shape)
 
     @property
     def sharded(self) -> set[nn.Parameter]:
@@ -129,15 +140,16 @@ class WrappedValues:
         """Give the values to a state dict of the user's module, whose names begin with `prefix`."""
         if self._served is not None:
             self._served.follow()
-        by_name = {p.name: p for _, p in self._layout.parameters()}
-        keys = {prefix + alias for p in by_name.values() for alias in (p.name, *p.aliases)}
+        flats = self._runtime.flats
+        built = {n[0]: p.dtype for flat in flats for n, p in zip(flat.names, flat.unit.parameters, strict=True)}
+        keys = {prefix + name for flat in flats for names in flat.names for name in names}
         wanted = {key for key in keys if key in state and not isinstance(state[key], nn.Parameter)}
         if not wanted:
             return  # keep_vars
         self._runtime.units[0].check_replaced()
-        for name, value in self.full():
-            copy = value.to(TORCH_DTYPES[by_name[name].dtype], copy=True)
-            state.update({k: copy for k in (prefix + n for n in (name, *by_name[name].aliases)) if k in wanted})
+        for names, param, value in self._boxes():
+            copy = like(param, value.to(TORCH_DTYPES[built[names[0]]], copy=True))
+            state.update({k: copy for k in (prefix + n for n in names) if k in wanted})
         members = (
             self._module.named_parameters(remove_duplicate=False),
             self._module.named_buffers(remove_duplicate=False),
@@ -160,11 +172,17 @@ class WrappedValues:
 
     def update(self, flat: Any) -> None:
         """See `FullyShardedDataParallel.update_shards`."""
+        if self._lines is not None:
+            raise InvalidRequest(
+                "update_shards() takes the values of all parameters, and a worker of a mesh has some; use "
+                "load_state_dict()"
+            )
         values = self._agreed("update_shards", lambda: self._divided(flat))
-        self._runtime.masters.replace(self._new_values(lambda p: values[p.name].view(p.shape), {}))
+        shapes = {p.name: p.shape for _, p in self._layout.parameters()}
+        self._runtime.masters.replace(self._new_values(lambda names: values[names[0]].view(shapes[names[0]]), {}))
 
     def _sharded_names(self) -> set[str]:
-        return {alias for _, p in self._layout.parameters() for alias in (p.name, *p.aliases)}
+        return {name for flat in self._runtime.flats for names in flat.names for name in names}
 
     def _fitting(
         self, state_dict: Mapping[str, Any], strict: bool, assign: bool
@@ -211,10 +229,10 @@ class WrappedValues:
         self._runtime.masters.together(f"{what}() changed nothing, since it failed", perform)
         return prepared[0]
 
-    def _staying(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    def _staying(self, value_of: _ValueOf) -> dict[str, torch.Tensor]:
         """Return the values of all parameters if some get no new one, since the servers drop all present values."""
-        some_stay = any(value_of(p) is None for _, p in self._layout.parameters())
-        return dict(self.full()) if some_stay else {}
+        some_stay = any(value_of(names) is None for flat in self._runtime.flats for names in flat.names)
+        return {names[0]: value for names, _, value in self._boxes()} if some_stay else {}
 
     def _divided(self, flat: Any) -> dict[str, torch.Tensor]:
         """Return each parameter's part of a flat tensor, by name."""
@@ -232,15 +250,13 @@ class WrappedValues:
         values = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
         return {p.name: value for (_, p), value in zip(layout.parameters(), values, strict=True)}
 
-    def _new_values(
-        self, value_of: Callable[[Parameter], torch.Tensor | None], old: Mapping[str, torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        """Yield f32[unit_numel] of every unit."""
-        for unit in self._layout.units:
-            values = torch.empty(unit.numel, dtype=torch.float32, device="cpu")
-            for spec in unit.parameters:
-                value = value_of(spec)
-                new = old[spec.name] if value is None else value.detach()
+    def _new_values(self, value_of: _ValueOf, old: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield f32[unit_numel] of every unit of this worker."""
+        for flat in self._runtime.flats:
+            values = torch.empty(flat.unit.numel, dtype=torch.float32, device="cpu")
+            for names, spec, param in zip(flat.names, flat.unit.parameters, flat.params, strict=True):
+                value = value_of(names)
+                new = old[names[0]] if value is None else box_in(value.detach(), param)
                 values[spec.offset : spec.end].view(spec.shape).copy_(new)
             yield values
 
@@ -274,9 +290,9 @@ def _refuse_loading(path: str, module: nn.Module, state_dict: Mapping[str, Any],
         )
 
 
-def _value_in(given: Mapping[str, Any], parameter: Parameter) -> torch.Tensor | None:
+def _value_in(given: Mapping[str, Any], names: Iterable[str]) -> torch.Tensor | None:
     """Return the value under one of a parameter's names; None if there is none."""
-    return next((given[name] for name in (parameter.name, *parameter.aliases) if name in given), None)
+    return next((given[name] for name in names if name in given), None)
 
 
 def _check_value(what: str, value: Any, target: torch.Tensor) -> None:
@@ -297,7 +313,8 @@ def _check_value(what: str, value: Any, target: torch.Tensor) -> None:
     if value.is_complex() and not target.is_complex():
         raise InvalidRequest(f"{made}, and the model's is of {target.dtype}; give its real part")
     try:  # quantised, sparse, of a class of its own: a tensor is right if torch can copy it
-        torch.empty(target.shape, dtype=target.dtype, device="cpu").copy_(value) if _is_special(value) else None
+        if _is_special(value) and not is_divided(value):
+            torch.empty(target.shape, dtype=target.dtype, device="cpu").copy_(value)
     except Exception as error:
         raise InvalidRequest(f"{made}, which cannot be copied: {error}; give a dense tensor") from error
 

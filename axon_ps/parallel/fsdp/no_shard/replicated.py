@@ -58,9 +58,9 @@ class LocalMasters(Masters):
         self._group = group
         self._flats = flats
 
-    def units(self) -> Iterator[torch.Tensor]:
+    def units(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `Masters.units`."""
-        return (flat.master.detach().to("cpu", torch.float32) for flat in self._flats)
+        return (self._flats[number].master.detach().to("cpu", torch.float32) for number in numbers)
 
     def replace(self, values: Iterator[torch.Tensor]) -> None:
         """See `Masters.replace`."""
