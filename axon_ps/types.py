@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -169,7 +169,8 @@ class Member:
         node: the host (or container) it runs on. Workers of one node share it.
         address: "host:port" where a shard server listens; empty for workers.
         local_rank: position among the workers of its node.
-        replica: position of the replica this worker contributes to, dense from 0; -1 for shard servers.
+        replica: position of the replica this worker contributes to, dense from 0; -1 for shard servers, and for workers
+            whose replica lacks another one (`Grouping.rows`).
         joined: the generation in which it became a member.
     """
 
@@ -190,6 +191,67 @@ class Member:
         with the membership.
         """
         return f"{self.incarnation}@{self.joined}"
+
+
+MAX_RANKS = 1 << 14
+"""Ranks of workers that a `Grouping` may name are below it; a job has no more members of a role."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """The workers that make a replica together, each with a part of its gradient. By default each worker is one.
+
+    Attributes:
+        by_node: the workers of a node.
+        size: with `by_node`, each `size` of them by local rank; 0 = all.
+        rows: the ranks of each replica's workers: the columns of a mesh; empty = not by ranks. Of such a replica all
+            workers are needed. If one is missing, the others are in no replica.
+
+    Raises:
+        InvalidRequest: a size without `by_node`, rows beside it, or rows that are empty, unequally long, or share a
+            rank; a rank is out of range.
+    """
+
+    by_node: bool = False
+    size: int = 0
+    rows: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.size < 0 or (self.size and not self.by_node) or (self.rows and self.by_node):
+            raise InvalidRequest(
+                f"replicas are formed by_node={self.by_node}, size={self.size} and {len(self.rows)} rows; a size goes "
+                "with by_node, and rows without it"
+            )
+        ranks = [rank for row in self.rows for rank in row]
+        if len({len(row) for row in self.rows}) > 1 or not all(self.rows):
+            raise InvalidRequest(f"replicas have {sorted({len(row) for row in self.rows})} workers; give all the same")
+        if len(set(ranks)) != len(ranks) or not all(0 <= rank < MAX_RANKS for rank in ranks):
+            raise InvalidRequest(
+                f"replicas of the ranks {self.rows[:4]} ...: each rank is in one of them, from 0 to {MAX_RANKS - 1}"
+            )
+
+    def __str__(self) -> str:
+        """Return the replicas in words, as in errors."""
+        if self.rows:
+            named = ", ".join(map(str, self.rows[:_ROWS_NAMED]))
+            return f"the workers of ranks {named}" + (" ..." if len(self.rows) > _ROWS_NAMED else "")
+        if self.size:
+            return f"each {self.size} workers of a node"
+        return "the workers of each node" if self.by_node else "each worker"
+
+    def incomplete(self, ranks: Collection[int]) -> list[tuple[int, ...]]:
+        """Return the rows that lack one of their workers, given the ranks of the live ones."""
+        return [row for row in self.rows if not all(rank in ranks for rank in row)]
+
+    def row_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of a worker's replica; empty if replicas are not by ranks, or it is in none."""
+        return next((row for row in self.rows if rank in row), ())
+
+
+EACH_WORKER: Final = Grouping()
+"""Every worker is a replica."""
+
+_ROWS_NAMED: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +284,7 @@ class Membership:
         waiting_for: the missing members when it is not complete, in words.
         finished: workers that left because they had finished, the newest last: their messages are still delivered.
         models: the progress of every model but the first. A model that is not among them has made no step.
-        by_node: whether replicas are numbered as if a node were one. Models may differ in that (`numbered`).
+        grouping: the workers that make a replica together. Models may differ in that (`numbered`).
         is_over: whether the job is over: the last of its workers left because it had finished.
         state_id: of the job's durable state. Another one numbers its generations anew.
     """
@@ -237,7 +299,7 @@ class Membership:
     waiting_for: str = ""
     finished: tuple[Member, ...] = ()
     models: tuple[ModelProgress, ...] = ()
-    by_node: bool = False
+    grouping: Grouping = EACH_WORKER
     is_over: bool = False
     state_id: str = ""
 
@@ -247,31 +309,40 @@ class Membership:
             return self.step, self.version
         return next(((p.step, p.version) for p in self.models if p.model == model), (1, 0))
 
-    def numbered(self, by_node: bool) -> Membership:
-        """Return a copy with replicas numbered for a model whose replica is a node, or a worker.
-
-        Numbers are dense by rank; where a node is a replica, by the lowest rank of each node.
-        """
-        if by_node == self.by_node:
+    def numbered(self, grouping: Grouping) -> Membership:
+        """Return a copy with replicas numbered for a model that groups the workers in this way (see `numbered`)."""
+        if grouping == self.grouping:
             return self
-        workers, replicas = numbered(self.workers, by_node)
-        return dataclasses.replace(self, workers=workers, num_replicas=replicas, by_node=by_node)
+        workers, replicas = numbered(self.workers, grouping)
+        return dataclasses.replace(self, workers=workers, num_replicas=replicas, grouping=grouping)
 
 
-def numbered(workers: Iterable[Member], by_node: bool) -> tuple[tuple[Member, ...], int]:
+def numbered(workers: Iterable[Member], grouping: Grouping) -> tuple[tuple[Member, ...], int]:
     """Return workers, given by rank, with their local ranks and replicas, and the number of replicas.
 
-    Replicas are numbered densely by rank; where a node is a replica, by the lowest rank of each node.
+    Replicas are numbered densely: by the lowest rank of each; rows of ranks in their order, without the incomplete
+    ones. Workers of an incomplete row, and workers in no row, are in replica -1.
     """
-    replica_of: dict[str, int] = {}
+    workers = tuple(workers)
+    of_rank: dict[int, int] = {}
+    if grouping.rows:
+        ranks = {m.rank for m in workers}
+        rows = (row for row in grouping.rows if all(rank in ranks for rank in row))
+        of_rank = {rank: number for number, row in enumerate(rows) for rank in row}
+    replica_of: dict[tuple[str, int], int] = {}
     on_node: dict[str, int] = {}
     found: list[Member] = []
     for m in workers:
-        replica = replica_of.setdefault(m.node if by_node else m.incarnation, len(replica_of))
         local_rank = on_node[m.node] = on_node.get(m.node, -1) + 1
+        if grouping.rows:
+            replica = of_rank.get(m.rank, -1)
+        else:
+            nth = local_rank // grouping.size if grouping.size else 0
+            key = (m.node, nth) if grouping.by_node else (m.incarnation, 0)
+            replica = replica_of.setdefault(key, len(replica_of))
         same = (m.local_rank, m.replica) == (local_rank, replica)
         found.append(m if same else dataclasses.replace(m, local_rank=local_rank, replica=replica))
-    return tuple(found), len(replica_of)
+    return tuple(found), len(set(of_rank.values())) if grouping.rows else len(replica_of)
 
 
 class Outcome(enum.Enum):

@@ -452,7 +452,7 @@ STATUS: Final = Conversion(
     Status,
     status_pb2.StatusReply,
     unwritten=("membership",),  # `status_to_proto` writes it
-    membership=codec.MEMBERSHIP.field,
+    membership=codec.MEMBERSHIP_ROW,
     models=Conversion(ModelStatus, status_pb2.ModelStatus).field.each,
     awaited=SET,
     checkpoints=Conversion(CheckpointStatus, status_pb2.CheckpointStatus).field,

@@ -351,8 +351,9 @@ class ServerOptimizer(torch.optim.Optimizer):
                 f"parameter {'?' if home is None else home.name!r} is in the optimizer's groups twice, and torch would "
                 "move it twice with each step: leave it in one of them"
             )
-        result = []
+        found: dict[int, list[int]] = {}
         for flat in owner.runtime.flats:
+            result = found[flat.index] = []
             for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
                 group = group_of.pop(param, -1)
                 result.append(group if flat.trainable else -1)
@@ -380,7 +381,9 @@ class ServerOptimizer(torch.optim.Optimizer):
                 f"{len(group_of)} parameters of the optimizer's groups are not of the wrapped model; make the groups "
                 "from model.parameters() after wrapping, and for another model another optimizer"
             )
-        return tuple(result)
+        if (groups := owner._wrapping.groups) is not None:
+            return groups.of_all(found, len(self.param_groups))
+        return tuple(group for result in found.values() for group in result)
 
     def _ungrouped(self) -> list[torch.nn.Parameter]:
         """Return the trainable parameters that are in no group."""

@@ -10,6 +10,7 @@ from axon_ps.sharding.layout import Layout, first_difference
 from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
 from axon_ps.sharding.policy import Policy, Synchronous
 from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import EACH_WORKER, Grouping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class JobSpec:
         layout: units and parameters.
         precision: dtypes and compression on the wire.
         options: chunk and slice sizes.
-        replica_is_node: HYBRID_SHARD: the workers of a node contribute one gradient together.
+        grouping: the workers that contribute one gradient together: with HYBRID_SHARD those of a node.
         policy: the replicas that wait for each other between steps.
         model: class of the module, for messages; empty = not known. Ignored when specs are compared.
 
@@ -31,7 +32,7 @@ class JobSpec:
     layout: Layout
     precision: WirePrecision = field(default_factory=WirePrecision)
     options: PlanOptions = field(default_factory=PlanOptions)
-    replica_is_node: bool = False
+    grouping: Grouping = EACH_WORKER
     policy: Policy = field(default_factory=Synchronous)
     model: str = field(default="", compare=False)
 
@@ -110,7 +111,7 @@ class JobSpec:
             ("compression of gradients", self.precision.grad_compression, job.precision.grad_compression),
             ("chunk_numel", self.options.chunk_numel, job.options.chunk_numel),
             ("min_slice_numel", self.options.min_slice_numel, job.options.min_slice_numel),
-            ("replica_is_node", self.replica_is_node, job.replica_is_node),
+            ("a replica", self.grouping, job.grouping),
             ("policy", self.policy, job.policy),
         ):
             if ours != theirs:

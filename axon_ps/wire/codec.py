@@ -21,10 +21,13 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, LocalSteps, Policy, Synchronous
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
+    EACH_WORKER,
+    MAX_RANKS,
     NUMBERS,
     CopyFrom,
     Decision,
     DType,
+    Grouping,
     Hyper,
     Member,
     Membership,
@@ -278,15 +281,59 @@ def _members_of(role: Role) -> Field:
     return Field(to_proto=MEMBER.field.each.to_proto, from_proto=from_proto)
 
 
-MEMBERSHIP: Final = Conversion(
+def _rows_from_proto(messages: Sequence[common_pb2.RankRow]) -> tuple[tuple[int, ...], ...]:
+    if (ranks := sum(max(1, len(row.ranks)) for row in messages)) > MAX_RANKS:
+        raise InvalidRequest(f"replicas of {ranks} workers in all are named; a job has at most {MAX_RANKS}")
+    return tuple([tuple(row.ranks) for row in messages])
+
+
+GROUPING: Final = Conversion(
+    Grouping,
+    common_pb2.Grouping,
+    rows=Field(
+        to_proto=lambda rows: [common_pb2.RankRow(ranks=row) for row in rows],
+        from_proto=_rows_from_proto,
+    ),
+)
+NODES: Final = Grouping(by_node=True)
+"""The workers of a node, which has a field of its own in messages: older processes know no other grouping."""
+
+GROUPING_ROW: Final = Field(
+    to_proto=lambda grouping: None if grouping in (EACH_WORKER, NODES) else GROUPING.to_proto(grouping),
+    from_proto=GROUPING.from_proto,
+)
+
+_MEMBERSHIP: Final = Conversion(
     Membership,
     membership_pb2.MembershipEvent,
+    unread=("by_node",),
+    grouping=GROUPING_ROW,
     workers=_members_of(Role.WORKER),
     shards=_members_of(Role.SHARD),
     finished=MEMBER.field.each,
     models=PROGRESS.field.each,
 )
-membership_to_proto, membership_from_proto = MEMBERSHIP.to_proto, MEMBERSHIP.from_proto
+
+
+def membership_to_proto(membership: Membership) -> membership_pb2.MembershipEvent:
+    """Convert a membership to a message."""
+    message = _MEMBERSHIP.to_proto(membership)
+    message.by_node = membership.grouping == NODES
+    return message
+
+
+def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership:
+    """Convert a message to a membership.
+
+    Raises:
+        InvalidRequest: a member is malformed or in the wrong list, or the grouping of workers is invalid.
+    """
+    membership = _MEMBERSHIP.from_proto(message)
+    return dataclasses.replace(membership, grouping=NODES) if message.by_node else membership
+
+
+MEMBERSHIP_ROW: Final = Field(to_proto=membership_to_proto, from_proto=membership_from_proto)
+"""The row of a membership."""
 
 
 def _weight(weight: float) -> float:
@@ -389,7 +436,8 @@ def _job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
         grad_dtype=dtype_to_proto(spec.precision.grad),
         chunk_numel=spec.options.chunk_numel,
         min_slice_numel=spec.options.min_slice_numel,
-        replica_is_node=spec.replica_is_node,
+        replica_is_node=spec.grouping == NODES,
+        grouping=GROUPING_ROW.to_proto(spec.grouping),
         policy=policy_to_proto(spec.policy),
         param_compression=None if param is None else compression_to_proto(param),
         grad_compression=None if grad is None else compression_to_proto(grad),
@@ -407,7 +455,7 @@ def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
         layout=layout_from_proto(message.layout),
         precision=_precision(message),
         options=PlanOptions(chunk_numel=message.chunk_numel, min_slice_numel=message.min_slice_numel),
-        replica_is_node=message.replica_is_node,
+        grouping=NODES if message.replica_is_node else GROUPING_ROW.from_proto(message.grouping),
         policy=policy_from_proto(message.policy) if message.HasField("policy") else Synchronous(),
         model=name_from_proto(message.model, "the model's class", empty=True),
     )

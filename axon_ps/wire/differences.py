@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from google.protobuf.message import Message
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import Member, Membership, numbered
+from axon_ps.types import EACH_WORKER, Member, Membership, numbered
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import membership_pb2
 
@@ -30,12 +30,16 @@ def difference_to_proto(before: Membership, now: Membership) -> membership_pb2.M
     if 2 * (len(workers) + len(shards) + len(finished)) > len(now.workers) + len(now.shards) + len(now.finished):
         return None
     changed = dataclasses.replace(now, workers=tuple(workers), shards=tuple(shards), finished=tuple(finished))
+    same_grouping = bool(now.grouping.rows) and now.grouping == before.grouping
+    if same_grouping:
+        changed = dataclasses.replace(changed, grouping=EACH_WORKER)
     return membership_pb2.MembershipDifference(
         since=before.generation,
         now=codec.membership_to_proto(changed),
         workers_gone=workers_gone,
         shards_gone=shards_gone,
         finished_gone=finished_gone,
+        same_grouping=same_grouping,
     )
 
 
@@ -76,10 +80,11 @@ def membership_from_difference(before: Membership | None, message: membership_pb
     if message.finished_gone > len(before.finished):
         raise InvalidRequest(f"{message.finished_gone} of {len(before.finished)} finished workers are named no more")
     finished = (*before.finished[message.finished_gone :], *changed.finished)
-    numbers, replicas = numbered(workers, changed.by_node)
+    grouping = before.grouping if message.same_grouping else changed.grouping
+    numbers, replicas = numbered(workers, grouping)
     if replicas != changed.num_replicas:
         raise InvalidRequest(f"a membership has {changed.num_replicas} replicas, and {replicas} with what has changed")
-    return dataclasses.replace(changed, workers=numbers, shards=shards, finished=finished)
+    return dataclasses.replace(changed, workers=numbers, shards=shards, finished=finished, grouping=grouping)
 
 
 def _changes(before: Sequence[Member], now: Sequence[Member]) -> tuple[list[Member], list[int]]:

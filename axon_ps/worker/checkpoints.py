@@ -168,34 +168,38 @@ class Checkpoints:
         view, epoch = steps.view, steps.view.epoch
         self._rendezvous.barrier("axon_ps/replace_parameters", timeout_s)
         failure: Exception | None = None
-        if self._is_first:
+        first = min(worker.rank for worker in self._view.membership.workers)
+        mates = () if view.spec is None else view.spec.grouping.row_of(first)
+        if self._is_first or self._coordinator.rank in mates:
             try:
                 self._upload(units, steps, epoch + 1, timeout_s)
             except Exception as error:
                 failure = error
         reported = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_LONGEST_BYTES]
-        first, *_ = self._rendezvous.all_gather(f"axon_ps/replaced/{view.name}", reported, timeout_s)
+        found = self._rendezvous.all_gather(f"axon_ps/replaced/{view.name}", reported, timeout_s)
         if failure is not None:
             raise failure
-        if first:
+        if problem := next(filter(None, found), b""):
             raise Broken(
-                f"the worker of lowest rank could not replace the parameters: {first.decode(errors='replace')}; the "
+                f"the worker of lowest rank could not replace the parameters: {problem.decode(errors='replace')}; the "
                 "shard servers may lack values: replace them again, or restore a checkpoint"
             )
         view.wait_epoch(epoch + 1, timeout_s)
 
     def _upload(self, units: Iterable[tuple[int, Array]], steps: StepClient, epoch: int, timeout_s: float) -> None:
-        """Begin an epoch on the servers, and upload its values."""
-        view = steps.view
-        replaced = LoopWork(
-            self._loop,
-            self._coordinator.restore_checkpoint(UPLOADED, timeout_s=timeout_s, models=[view.name]),
-            "replacing the parameters",
-        )
+        """Begin an epoch on the servers, if this is the worker of lowest rank, and upload its values."""
+        view, replaced = steps.view, None
+        if self._is_first:
+            replaced = LoopWork(
+                self._loop,
+                self._coordinator.restore_checkpoint(UPLOADED, timeout_s=timeout_s, models=[view.name]),
+                "replacing the parameters",
+            )
         view.wait_epoch(epoch, timeout_s, initialized=False)
         for unit, values in units:
             steps.parameters.upload(unit, values, epoch=epoch)
-        replaced.wait(timeout_s)
+        if replaced is not None:
+            replaced.wait(timeout_s)
 
     @property
     def _is_first(self) -> bool:

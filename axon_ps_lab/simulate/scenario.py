@@ -20,7 +20,7 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import default_options
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import DType
+from axon_ps.types import DType, Grouping
 from axon_ps_lab.simulate.tables import DTYPES, Failures, Job, ModelTable, Network, Servers, Table, WorkersTable
 
 
@@ -172,7 +172,10 @@ class Scenario:
             layout, self.num_servers, max(group.devices for group in self.workers), default_options(precision)
         )
         return JobSpec(
-            layout=layout, precision=precision, options=options, replica_is_node=self.job.strategy == "hybrid_shard"
+            layout=layout,
+            precision=precision,
+            options=options,
+            grouping=Grouping(by_node=self.job.strategy == "hybrid_shard"),
         )
 
 

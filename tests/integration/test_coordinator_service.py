@@ -57,7 +57,7 @@ from axon_ps.rpc.stream import Stream
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.manifest import Manifest, read_manifest
-from axon_ps.types import Decision, DType, Membership, Outcome, Role
+from axon_ps.types import Decision, DType, Grouping, Membership, Outcome, Role
 from axon_ps.wire.events import UPLOADED, JoinRequest, Vote
 from axon_ps.wire.v1 import common_pb2, membership_pb2, session_pb2
 from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator, ready
@@ -448,7 +448,7 @@ def test_a_registration_that_renumbers_replicas_returns_when_the_client_knows(tm
     async def test(c: Coordinator) -> None:
         await c.join(Role.SHARD)
         a, _ = await c.join(Role.WORKER), await c.join(Role.WORKER)
-        reply = await a.register(JobSpec(layout=SPEC.layout, replica_is_node=True))
+        reply = await a.register(JobSpec(layout=SPEC.layout, grouping=Grouping(by_node=True)))
         assert a.membership is not None
         assert a.membership.generation == reply.generation
         assert a.membership.num_replicas == 1

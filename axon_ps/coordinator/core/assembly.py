@@ -335,8 +335,8 @@ class Assembly:
     # ------------------------------------------------------------------ the membership
 
     def _describe(self, began: Mapping[int, tuple[int, int]]) -> Membership:
-        by_node = self._models.by_node
-        workers, shards, replicas = self.roster.members(replica_is_node=by_node)
+        grouping = self._models.grouping
+        workers, shards, replicas = self.roster.members(grouping)
         step, version = began.get(0, (1, 0))
         waiting_for = self._waiting_for(len(workers), shards)
         return Membership(
@@ -350,7 +350,7 @@ class Assembly:
             waiting_for=waiting_for,
             finished=tuple(self._finished),
             models=tuple(ModelProgress(model=n, step=s, version=v) for n, (s, v) in sorted(began.items()) if n),
-            by_node=by_node,
+            grouping=grouping,
             is_over=bool(self._finished) and not workers and not self.needed_workers,
             state_id=self.state_id,
         )

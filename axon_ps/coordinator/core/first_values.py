@@ -12,7 +12,7 @@ Note: [Whose values are first]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from axon_ps.coordinator.core.placement.holders import SliceHolders
 from axon_ps.coordinator.core.registration import Registration
@@ -49,10 +49,13 @@ class FirstValues:
         first = there[0] if there else ""
         return "" if first == incarnation or first in self.waiting else first
 
-    def claim_upload(self, incarnation: str, there: Sequence[str]) -> bool:
-        """Return True if the caller is to upload the first values. `there` are the workers that count, by rank.
+    def claim_upload(self, incarnation: str, there: Sequence[str], of_row: Collection[str] = ()) -> bool:
+        """Return True if the caller is to upload first values. See Note: [Whose values are first].
 
-        See Note: [Whose values are first].
+        Args:
+            incarnation: the caller.
+            there: the incarnations of the workers that count, by rank.
+            of_row: those of its replica, if each of them has other parameters and uploads them.
         """
         p = self._holders.parameters
         if not self._needs_first_values:
@@ -60,7 +63,7 @@ class FirstValues:
         self.waiting.intersection_update(there)
         if p.uploader not in there:
             p.uploader = next((w for w in there if w in self.waiting or not self._begins_again), "")
-        return p.uploader == incarnation
+        return p.uploader == incarnation or p.uploader in of_row
 
     @property
     def _begins_again(self) -> bool:

@@ -21,7 +21,7 @@ from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import num_slices
 from axon_ps.storage.state_store.base import Record
-from axon_ps.types import Decision, Hyper, Member, ModelProgress, OptimizerSpec, Outcome
+from axon_ps.types import EACH_WORKER, Decision, Grouping, Hyper, Member, ModelProgress, OptimizerSpec, Outcome
 from axon_ps.wire.events import JobState, ModelPosition, ModelStatus
 
 MAX_MODELS = 256
@@ -282,9 +282,9 @@ class Models:
         return {"last_grad_norm": 0.0 if first is None else first.last_norm, **norms}
 
     @property
-    def by_node(self) -> bool:
-        """True if the membership counts each node as one replica, as the first model requires."""
-        return next((m.registration.spec.replica_is_node for m in self if m.registration.spec is not None), False)
+    def grouping(self) -> Grouping:
+        """The workers that make a replica together in the membership: those of the first model."""
+        return next((m.registration.spec.grouping for m in self if m.registration.spec is not None), EACH_WORKER)
 
     @property
     def released(self) -> tuple[int, ...]:

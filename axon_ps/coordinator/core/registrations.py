@@ -262,7 +262,7 @@ class Registrations:
             self._check_change(model, new_optimizer)
             new_optimizer = None
         is_new = new_spec is not None or new_optimizer is not None
-        by_node, with_resume = self._models.by_node, new_spec is not None and resume is not None
+        grouping, with_resume = self._models.grouping, new_spec is not None and resume is not None
         if is_new:
             self._set(model, name, new_spec, new_optimizer, rank)
         upload = spec is not None and not with_resume and self._claim_upload(model, entry)
@@ -271,8 +271,10 @@ class Registrations:
             self._restores.order([dataclasses.replace(resume, model=name)], now)
         elif is_new:
             a.announce(model)
-            if self._models.by_node != by_node:  # replicas are numbered otherwise from now on
-                self._members.change(f"worker {rank} registered a layout in which a node is a replica", now=now)
+            if self._models.grouping != grouping:  # replicas are numbered otherwise from now on
+                self._members.change(
+                    f"worker {rank} registered a layout whose replicas are {self._models.grouping}", now=now
+                )
         return Registered(
             first=is_new,
             initialized=model.state(a.shards()).initialized,
@@ -340,4 +342,7 @@ class Registrations:
     def _claim_upload(self, model: Model, entry: RosterEntry) -> bool:
         if not model.state(self._assembly.shards()).initialized:
             model.first_values.waiting.add(entry.member.incarnation)
-        return model.first_values.claim_upload(entry.member.incarnation, self._candidates(model.name))
+        row = () if model.registration.spec is None else model.registration.spec.grouping.row_of(entry.member.rank)
+        of_row = {e.member.incarnation for e in self._assembly.roster.of_role(Role.WORKER) if e.member.rank in row}
+        there = self._candidates(model.name)
+        return model.first_values.claim_upload(entry.member.incarnation, there, of_row)

@@ -16,10 +16,10 @@ from typing import Final
 
 from axon_ps.coordinator.core.waiting import Deadlines
 from axon_ps.errors import Busy, InvalidRequest
-from axon_ps.types import Member, Role, numbered
+from axon_ps.types import MAX_RANKS, Grouping, Member, Role, numbered
 from axon_ps.wire.events import JoinRequest, KnownNames, ServerMemory
 
-MAX_MEMBERS = 1 << 14
+MAX_MEMBERS = MAX_RANKS
 """Most members of one role. Beyond it a joiner is refused."""
 
 
@@ -274,9 +274,9 @@ class Roster:
         for entry in self._entries.values():
             self.renew(entry, entry.deadline + seconds)
 
-    def members(self, *, replica_is_node: bool) -> tuple[tuple[Member, ...], tuple[Member, ...], int]:
+    def members(self, grouping: Grouping) -> tuple[tuple[Member, ...], tuple[Member, ...], int]:
         """Return workers (with local ranks and replicas) and shard servers by rank, and the number of replicas."""
-        workers, replicas = numbered((s.member for s in self.of_role(Role.WORKER)), replica_is_node)
+        workers, replicas = numbered((s.member for s in self.of_role(Role.WORKER)), grouping)
         return workers, tuple(s.member for s in self.of_role(Role.SHARD)), replicas
 
 

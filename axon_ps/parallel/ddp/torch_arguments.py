@@ -92,6 +92,15 @@ def mesh_sizes(name: str, mesh: Any) -> tuple[int, ...]:
     return sizes
 
 
+def line_of(mesh: Any) -> tuple[int, ...]:
+    """Return the ranks in torch's `DeviceMesh` of the workers that are replicas; () = the mesh has no other axes."""
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    ranks = getattr(mesh, "mesh", None)
+    if root is None or ranks is None or root.mesh.numel() == ranks.numel():
+        return ()
+    return tuple(map(int, ranks.flatten().tolist()))
+
+
 def _renamed(ours: str) -> Translation:
     return lambda _, value: {ours: value}
 
@@ -123,8 +132,8 @@ def _device(name: str, value: Any) -> dict[str, Any]:
 
 
 def _node_size(name: str, mesh: Any) -> dict[str, Any]:
-    sizes = mesh_sizes(name, mesh)
-    return {"intra_node_size": sizes[1]} if len(sizes) == 2 else {}
+    sizes, line = mesh_sizes(name, mesh), line_of(mesh)
+    return {"line": line} if line else {"intra_node_size": sizes[1]} if len(sizes) == 2 else {}
 
 
 def _one_device(name: str, value: Any) -> dict[str, Any]:
@@ -173,4 +182,4 @@ DDP: Final[Table] = {
     "batched_grad_copy": _No("gradients are copied by bucket in any case"),
 }
 
-__all__ = ["DDP", "FSDP", "as_ours", "mesh_sizes"]
+__all__ = ["DDP", "FSDP", "as_ours", "line_of", "mesh_sizes"]

@@ -49,6 +49,7 @@ class Arguments:
     device: torch.device | None
     policy: Policy
     name: str | None
+    line: tuple[int, ...]
 
 
 def checked(**given: Any) -> Arguments:
@@ -218,5 +219,6 @@ _TABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
         "Synchronous(), BoundedStaleness(max_staleness=...), Asynchronous() or None",
     ),
     "name": (partial(_or_none, partial(_an, str)), "a string, or None"),
+    "line": (partial(_an, tuple), "the ranks on the axis dp of a mesh"),
 }
 """By argument, the function that converts it, and the accepted values in messages."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -26,6 +26,10 @@ from axon_ps.parallel.fsdp.gathering import BUFFERS
 from axon_ps.parallel.fsdp.hybrid.node import NodeRuntime, NodeSteps
 from axon_ps.parallel.fsdp.hybrid.node_groups import WorldNodeGroups
 from axon_ps.parallel.fsdp.memory import BufferPool, host_empty
+from axon_ps.parallel.fsdp.mesh.boxes import recast
+from axon_ps.parallel.fsdp.mesh.groups import OptimizerGroups
+from axon_ps.parallel.fsdp.mesh.joining import check_divided, is_divided_model, joined
+from axon_ps.parallel.fsdp.mesh.lines import meet
 from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime
 from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit
 from axon_ps.parallel.fsdp.on_servers import traffic
@@ -39,6 +43,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import default_options
+from axon_ps.types import Grouping
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import World, world_of
 
@@ -66,6 +71,8 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
     strategy, why = traffic.strategy_for(given, members, device)
     if not group.is_world and len(group.ranks) != world.world_size:  # it may change at any moment
         check_sub_group(len(group.ranks), world.world_size, strategy)
+    line = given.line if len(given.line) < world.world_size or is_divided_model(wrapped_units) else ()
+    check_divided(wrapped_units, line, strategy)
     replicated = strategy is ShardingStrategy.NO_SHARD
     policy = checked_policy(given.policy, strategy, given.cpu_offload)
     node_size = checked_node_size(given.intra_node_size, strategy, members)
@@ -82,7 +89,7 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
         layout=layout,
         precision=precision,
         options=given.plan_options or even_options(layout, world.num_shards, node_size, default_options(precision)),
-        replica_is_node=strategy is ShardingStrategy.HYBRID_SHARD,
+        grouping=Grouping(by_node=strategy is ShardingStrategy.HYBRID_SHARD),
         policy=policy,
         model=type(module).__qualname__,
     )
@@ -90,6 +97,12 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
         name = given.name
         if not replicated:
             name = stack.enter_context(world.models.names.claiming(name, spec.described))
+        lines = None
+        if line:
+            lines = meet(world, name or "", line, world.view.timeout_s)
+            model, layout, wrapped_units = joined(lines, spec.model, wrapped_units)
+            options = given.plan_options or even_options(layout, world.num_shards, 1, default_options(precision))
+            spec = replace(spec, layout=layout, options=options, grouping=lines.grouping, model=model)
         wrapping = Wrapping(
             group=group,
             strategy=strategy,
@@ -101,6 +114,8 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
             built=built,
             node_size=node_size,
             prefetch=given.prefetch,
+            lines=lines,
+            groups=None if lines is None else OptimizerGroups(lines, layout),
         )
         traffic.log_choice(wrapping, wrapped_units, world.membership, why)
         yield wrapping, wrapped_units
@@ -134,10 +149,22 @@ def made(wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, ini
         runtime = replicated_runtime(wrapping, module, wrapped_units, values)
     else:
         world = world_of(wrapping.group)
-        if any(True for _ in module.buffers()):
+        if any(True for _ in module.buffers()) and wrapping.lines is None:
             served = ServedBuffers(world, wrapping.name, buffers)
-        client = materialize.register(world, wrapping.spec, wrapping.name, module, wrapped_units, init, served)
+        client = materialize.register(
+            world,
+            wrapping.spec,
+            wrapping.name,
+            module,
+            wrapped_units,
+            init,
+            served,
+            line=0 if wrapping.lines is None else wrapping.lines.own,
+        )
         materialize.leave_meta(wrapped_units)
+        for wrapped in wrapped_units:
+            for param in wrapped.params:
+                recast(param, wrapping.compute_of(wrapped.unit))
         runtime = server_runtime(wrapping, module, wrapped_units, client, wrapper)
     runtime.buffers = buffers
     if served is not None:
@@ -180,7 +207,7 @@ def replicated_runtime(
     wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, values: list[torch.Tensor]
 ) -> ReplicatedRuntime:
     """Make the runtime of NO_SHARD, with these first values, f32 by unit."""
-    flats = [ReplicatedUnit(index, wrapped, wrapping) for index, wrapped in enumerate(wrapped_units)]
+    flats = [ReplicatedUnit(wrapped, wrapping) for wrapped in wrapped_units]
     for flat, value in zip(flats, values, strict=True):
         flat.master.copy_(value)
     return ReplicatedRuntime(wrapping, _module_units(module, wrapped_units, flats), flats)
@@ -216,10 +243,7 @@ def server_runtime(
         remote = RemoteSource(client, pool, buffered=buffered)
         return remote if buffered else MappedSource(client, remote)
 
-    flats = [
-        FlatUnit(index, wrapped, source_of(wrapped.unit), wrapping, resident=resident)
-        for index, wrapped in enumerate(wrapped_units)
-    ]
+    flats = [FlatUnit(w, source_of(w.unit), wrapping, resident=resident) for w in wrapped_units]
     units = _module_units(module, wrapped_units, flats)
     if node is not None:
         return NodeRuntime(node, wrapping, client, units, pool)
@@ -253,7 +277,7 @@ def _module_units(module: nn.Module, wrapped_units: WrappedUnits, flats: Sequenc
         owners[slot.param].slots.append(slot)
     units[""].tree = wrap.Tree(module, owners)
     for unit in units.values():
-        unit.expected = 0 if unit.trainable is None else len(unit.trainable.params)
+        unit.expected = sum(len(flat.params) for flat in unit.trained)
     return list(units.values())
 
 

@@ -139,8 +139,7 @@ class FlatUnit:
     """One unit of the layout in this worker's memory.
 
     Args:
-        index: number of the unit in the layout.
-        wrapped: its layout and its parameters, whose `data` is set from now on.
+        wrapped: its number and layout and its parameters, whose `data` is set from now on.
         source: the source of its values.
         wrapping: the options with which the model is wrapped.
         resident: retain the values between uses (SHARD_GRAD_OP).
@@ -148,7 +147,10 @@ class FlatUnit:
     Attributes:
         state: see Note: [States of a unit].
         unit: its layout.
+        index: its number in the layout.
         params: its parameters, in layout order.
+        names: of each, its names in the user's module.
+        pushes: True if this worker pushes its gradient.
         grads: their gradients.
         nbytes: memory of `flat`.
         wire: the dtype of gathered values.
@@ -164,16 +166,17 @@ class FlatUnit:
 
     def __init__(
         self,
-        index: int,
         wrapped: WrappedUnit,
         source: ParameterSource,
         wrapping: Wrapping,
         *,
         resident: bool,
     ) -> None:
-        self.index = index
+        self.index = wrapped.number
         self.unit = unit = wrapped.unit
         self.params = wrapped.params
+        self.names = wrapped.names or tuple((p.name, *p.aliases) for p in unit.parameters)
+        self.pushes = wrapped.pushes
         self.source = source
         dtype, device = wrapping.compute_of(unit), wrapping.device
         self.wire = wrapping.wire
@@ -443,13 +446,13 @@ class FlatUnit:
 
 @dataclass(eq=False)
 class ModuleUnit(Uncopied):
-    """A module whose parameters are gathered together: its trainable and its frozen flat unit.
+    """A module whose parameters are gathered together: its trainable and its frozen flat units.
 
     Attributes:
         number: position in module order; 0 is the root.
         name: name of the module; "" for the root.
         module: the module.
-        flats: one or two flat units; none for a root without parameters of its own.
+        flats: its flat units; none for a root without parameters of its own.
         slots: the entries of modules that have its parameters.
         tree: the root's: all modules and parameters.
         grad_hooks: by parameter, the hook that calls `Runtime.grad_ready` when its gradient is there.
@@ -471,7 +474,7 @@ class ModuleUnit(Uncopied):
 
     def watch_gradients(self, grad_ready: Callable[[nn.Parameter], object]) -> list[RemovableHandle]:
         """Call `grad_ready` when autograd has made the gradient of a trainable parameter; return the hooks."""
-        for param in () if self.trainable is None else self.trainable.params:
+        for param in (param for flat in self.trained for param in flat.params):
             self.grad_hooks[param] = param.register_post_accumulate_grad_hook(grad_ready)  # type: ignore[no-untyped-call]
         return list(self.grad_hooks.values())
 
@@ -498,7 +501,7 @@ class ModuleUnit(Uncopied):
         for flat in self.flats:
             requiring = [p.name for p, own in zip(flat.unit.parameters, flat.params, strict=True) if own.requires_grad]
             if flat.trainable:
-                self.expected = len(requiring)
+                self.expected += len(requiring)
             elif requiring:
                 raise Misuse(
                     f"parameter {requiring[0]!r} was frozen when the model was wrapped and requires a gradient now: "
@@ -529,9 +532,9 @@ class ModuleUnit(Uncopied):
         return self.number == 0
 
     @property
-    def trainable(self) -> FlatUnit | None:
-        """The flat unit that the optimizer updates; None if there is none."""
-        return next((f for f in self.flats if f.trainable), None)
+    def trained(self) -> list[FlatUnit]:
+        """The flat units that the optimizer updates: none, one, or two if other lines of a mesh have one of them."""
+        return [flat for flat in self.flats if flat.trainable]
 
     @property
     def has_frozen(self) -> bool:

@@ -132,6 +132,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             "device": device,
             "policy": policy,
             "name": name,
+            "line": (),
         }
         own |= torch_arguments.as_ours("FSDP", torch_arguments.FSDP, of_torch, own)
         group = own.pop("group")
@@ -141,8 +142,8 @@ class FullyShardedDataParallel(ModuleWrapper):
             self._runtime, self._served_buffers = made.runtime, made.served_buffers
             self._wrap(module)
             for flat in self._runtime.flats:
-                for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
-                    param._axon_home = Home(weakref.ref(self), spec.name, flat.index, self._runtime.sent)  # type: ignore[attr-defined]
+                for names, param in zip(flat.names, flat.params, strict=True):
+                    param._axon_home = Home(weakref.ref(self), names[0], flat.index, self._runtime.sent)  # type: ignore[attr-defined]
             self._values = WrappedValues(module, self._wrapping, self._runtime, made.buffer_dtypes, made.served_buffers)
             self.register_load_state_dict_post_hook(_end_of_loading)  # type: ignore[no-untyped-call]
             register("fsdp", self, model=self.name or "")

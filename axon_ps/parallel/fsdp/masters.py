@@ -22,11 +22,14 @@ class Masters(ABC):
 
     @abstractmethod
     def units(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
-        """Yield the values, f32[unit_numel], of units; see `FullyShardedDataParallel.full_parameters`."""
+        """Yield the values of these units, f32[unit_numel]; see `FullyShardedDataParallel.full_parameters`."""
 
     @abstractmethod
     def replace(self, values: Iterator[torch.Tensor]) -> None:
-        """Replace every unit's values, f32[unit_numel], in layout order, by those of the worker of lowest rank."""
+        """Replace all values by those of the worker of lowest rank: f32[unit_numel] of each of its units.
+
+        In a mesh the other workers of its replica give theirs.
+        """
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.checkpoints.buffers import ServedBuffers, listed
+from axon_ps.parallel.fsdp.mesh.boxes import box_of
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, module_of, name_in_states
 from axon_ps.sharding.job import JobSpec
 from axon_ps.texts import value_of_json
@@ -41,6 +42,8 @@ def register(
     wrapped_units: tuple[WrappedUnit, ...],
     init: Callable[[nn.Module], None] | None,
     buffers: ServedBuffers | None = None,
+    *,
+    line: int = 0,
 ) -> StepClient:
     """Give the job a model's layout, and the servers first values if this worker is to upload them.
 
@@ -50,6 +53,7 @@ def register(
         name: the model's name in the job.
         module, wrapped_units, init: as for `upload`.
         buffers: the model's; None = each worker has its own.
+        line: number of this worker's line of a mesh.
 
     Returns:
         This worker's part in the model's steps.
@@ -61,6 +65,7 @@ def register(
         InvalidRequest: as of `upload`, or buffers cannot be saved or sent.
     """
     initialized = uploaded = False
+    of_line = f"/{line}" if line else ""
     while not initialized:
         if buffers is not None:
             buffers.prepare()
@@ -69,7 +74,7 @@ def register(
             uploaded = True
             if world.world_size > 1:
                 own = {"rank": world.rank, "digest": digest(wrapped_units)}
-                world.kv_put(_KEY.format(steps.view.model), json.dumps(own).encode())
+                world.kv_put(_KEY.format(steps.view.model) + of_line, json.dumps(own).encode())
             if buffers is not None:
                 buffers.give()
             upload(module, wrapped_units, steps, init)
@@ -77,7 +82,8 @@ def register(
     differ = [] if buffers is None else buffers.begin(steps.view, given=uploaded)
     rank = 0
     if not uploaded and world.world_size > 1 and steps.view.latest == (0, 0):
-        given = value_of_json(world.kv_get(_KEY.format(steps.view.model)) or b"{}", "what the first worker has stored")
+        stored = world.kv_get(_KEY.format(steps.view.model) + of_line) or b"{}"
+        given = value_of_json(stored, "what the first worker has stored")
         rank, own_digest = given.get("rank", 0), digest(wrapped_units)
         if own_digest and given.get("digest", "") not in ("", own_digest):
             differ.insert(0, "parameters")
@@ -89,7 +95,7 @@ def digest(wrapped_units: Sequence[WrappedUnit]) -> str:
     """Return a digest of all values, the same on any device; empty if a parameter is on the meta device."""
     total = hashlib.sha256()
     for wrapped in wrapped_units:
-        for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
+        for spec, param in zip(wrapped.unit.parameters, map(box_of, wrapped.params), strict=True):
             if param.is_meta:
                 return ""
             bits = param.detach().contiguous().view(_BITS[param.element_size()]) if param.numel() else param.detach()
@@ -127,9 +133,9 @@ def upload(
     Raises:
         InvalidRequest: a submodule on the meta device has no way to get values.
     """
-    for index, wrapped in enumerate(wrapped_units):
+    for wrapped in (w for w in wrapped_units if w.pushes):
         array: Array = values_of(module, wrapped, init).numpy()
-        steps.parameters.upload(index, array, epoch=steps.view.epoch)
+        steps.parameters.upload(wrapped.number, array, epoch=steps.view.epoch)
 
 
 def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None) -> torch.Tensor:
@@ -138,7 +144,7 @@ def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module
     made = _meta_values(module, wrapped, init)
     with torch.no_grad():
         for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
-            values[spec.offset : spec.end].view(spec.shape).copy_(made.get(spec.name, param))
+            values[spec.offset : spec.end].view(spec.shape).copy_(box_of(made.get(spec.name, param)))
     return values
 
 

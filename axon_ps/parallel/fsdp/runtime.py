@@ -277,39 +277,37 @@ class Runtime(AbstractRuntime):
         self.sent.check_not_retained(param._axon_home)  # type: ignore[attr-defined]
         unit.fired.add(param)
         self.has_gradients = True
-        flat = unit.trainable
-        assert flat is not None
         if len(unit.fired) < unit.expected:
             return
         if not unit.has_frozen:
             self.gathering.finish(unit)
         if self.accumulation.pushes and unit.uses <= 1:
-            self._push(flat)
+            for flat in unit.trained:
+                self._push(flat)
             unit.fired.clear()
         elif self.accumulation.stages and unit.uses <= 1:
-            self.accumulation.stage(flat)
+            for flat in unit.trained:
+                self.accumulation.stage(flat)
         self.gathering.prefetch()
 
     def inputs_done(self, unit: ModuleUnit) -> None:
         """Finish a module, unless it is used again: the gradients of its inputs are there."""
-        flat = unit.trainable
-        if flat is None or len(unit.fired) in (0, unit.expected):
+        if not unit.trained or len(unit.fired) in (0, unit.expected):
             self.gathering.finish(unit)
 
     def _free(self, unit: ModuleUnit) -> None:
         """Reshard a unit in backward, and gather it behind its push, as the step is expected to leave it."""
         self.gathering.reshard(unit)
-        flat = unit.trainable
-        if flat is not None and flat.index in self._pushed and not unit.held:
-            self._gather_speculative(unit, flat)
+        for flat in unit.trained if not unit.held else ():
+            if flat.index in self._pushed:
+                self._gather_speculative(unit, flat)
 
     def _after_backward(self) -> None:
         """End a backward: push the remaining gradients, reshard all modules but those whose forward is under way."""
         self._callback_queued = False
         self.gathering.forget_backward()
         for unit in reversed(self.units):
-            flat = unit.trainable
-            if flat is not None and unit.fired:
+            for flat in unit.trained if unit.fired else ():
                 if self.accumulation.pushes:
                     self._push(flat)
                 elif self.accumulation.stages:
@@ -339,10 +337,10 @@ class Runtime(AbstractRuntime):
         if self.accumulation.goes_on:
             return
         for unit in reversed(self.units):
-            flat = unit.trainable
-            if flat is not None and flat.index not in self._pushed and flat.grads.present:
-                self._push(flat)
-                self._gather_speculative(unit, flat)
+            for flat in unit.trained:
+                if flat.index not in self._pushed and flat.grads.present:
+                    self._push(flat)
+                    self._gather_speculative(unit, flat)
 
     # ------------------------------------------------------------------ gradients
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import reprlib
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -18,14 +18,17 @@ from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.checkpoints.buffers import ServedBuffers
 from axon_ps.parallel.fsdp.forwards import check_idle
 from axon_ps.parallel.fsdp.masters import TORN
+from axon_ps.parallel.fsdp.mesh.boxes import box_in, is_divided, like
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
 from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.parallel.wrapper import Uncopied
-from axon_ps.sharding.layout import Parameter
 
 T = TypeVar("T")
+
+_ValueOf: TypeAlias = Callable[[tuple[str, ...]], torch.Tensor | None]
+"""Returns the value of the parameter of these names; None if there is none."""
 
 
 class WrappedValues:
@@ -49,6 +52,7 @@ class WrappedValues:
     ) -> None:
         self._module = module
         self._layout = wrapping.spec.layout
+        self._lines = wrapping.lines
         self._runtime = runtime
         self._buffer_dtypes = buffer_dtypes
         self._served = served
@@ -63,17 +67,12 @@ class WrappedValues:
     def summoned(self, *, writeback: bool) -> Iterator[None]:
         """See `FullyShardedDataParallel.summon_full_params`."""
         check_idle(self._runtime.units, "summon_full_params")
-        if writeback and len(self._runtime.flats) < len(self._layout.units):
-            raise Misuse(
-                "summon_full_params(writeback=True) cannot be at a mesh, where a worker has a part of the model; give "
-                "whole tensors to load_state_dict() or update_shards()"
-            )
         new: dict[str, torch.Tensor] = {}
         pushed = saved_tensors.push()
         try:
             self._runtime.gather()
             flats = [flat for flat in self._runtime.flats if flat.sharded]
-            named = [(p.name, t) for flat in flats for p, t in zip(flat.unit.parameters, flat.params, strict=True)]
+            named = [(names[0], t) for flat in flats for names, t in zip(flat.names, flat.params, strict=True)]
             before = [param._version for _, param in named]
             yield
             changed = [(n, p) for (n, p), version in zip(named, before, strict=True) if p._version != version]
@@ -98,9 +97,9 @@ class WrappedValues:
             value_of = partial(_value_in, new)
             self._runtime.masters.replace(self._new_values(value_of, self._staying(value_of)))
 
-    def full(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `FullyShardedDataParallel.full_parameters`. Tensors whose names are not `wanted` may be left out."""
-        sets = [s for s in self._layout.unit_sets if wanted is None or any(t.name in wanted for t in s.tensors)]
+    def full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `FullyShardedDataParallel.full_parameters`."""
+        sets = self._layout.unit_sets
         units = self._runtime.masters.units(unit for found in sets for unit in found.units)
         for found in sets:
             values: dict[str, torch.Tensor] = {}
@@ -112,6 +111,13 @@ class WrappedValues:
                     else:
                         values.setdefault(p.whole.name, flat.new_empty(p.whole.shape))[p.box] = value
             yield from ((tensor.name, values[tensor.name]) for tensor in found.tensors)
+
+    def _boxes(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter, torch.Tensor]]:
+        """Yield the parameters of this worker, with their names and the values that are its own, f32."""
+        flats = self._runtime.flats
+        for flat, values in zip(flats, self._runtime.masters.units([flat.index for flat in flats]), strict=True):
+            for names, spec, param in zip(flat.names, flat.unit.parameters, flat.params, strict=True):
+                yield names, param, values[spec.offset : spec.end].view(spec.shape)
 
     @property
     def sharded(self) -> set[nn.Parameter]:
@@ -143,15 +149,16 @@ class WrappedValues:
         """Give the values to a state dict of the user's module, whose names begin with `prefix`."""
         if self._served is not None:
             self._served.follow()
-        by_name = {p.name: p for p in self._layout.tensors}
-        keys = {prefix + alias for p in by_name.values() for alias in _names(p)}
+        flats = self._runtime.flats
+        built = {n[0]: p.dtype for flat in flats for n, p in zip(flat.names, flat.unit.parameters, strict=True)}
+        keys = {prefix + name for flat in flats for names in flat.names for name in names}
         wanted = {key for key in keys if key in state and not isinstance(state[key], nn.Parameter)}
         if not wanted:
             return  # keep_vars
         self._runtime.units[0].check_replaced()
-        for name, value in self.full({n for n, p in by_name.items() if wanted & {prefix + a for a in _names(p)}}):
-            copy = value.to(TORCH_DTYPES[by_name[name].dtype], copy=True)
-            state.update({k: copy for k in (prefix + n for n in _names(by_name[name])) if k in wanted})
+        for names, param, value in self._boxes():
+            copy = like(param, value.to(TORCH_DTYPES[built[names[0]]], copy=True))
+            state.update({k: copy for k in (prefix + n for n in names) if k in wanted})
         members = (
             self._module.named_parameters(remove_duplicate=False),
             self._module.named_buffers(remove_duplicate=False),
@@ -174,11 +181,17 @@ class WrappedValues:
 
     def update(self, flat: Any) -> None:
         """See `FullyShardedDataParallel.update_shards`."""
+        if self._lines is not None:
+            raise InvalidRequest(
+                "update_shards() takes the values of all parameters, and a worker of a mesh has some; use "
+                "load_state_dict()"
+            )
         values = self._agreed("update_shards", lambda: self._divided(flat))
-        self._runtime.masters.replace(self._new_values(lambda tensor: values[tensor.name].view(tensor.shape), {}))
+        shapes = {p.name: p.shape for _, p in self._layout.parameters()}
+        self._runtime.masters.replace(self._new_values(lambda names: values[names[0]].view(shapes[names[0]]), {}))
 
     def _sharded_names(self) -> set[str]:
-        return {name for tensor in self._layout.tensors for name in _names(tensor)}
+        return {name for flat in self._runtime.flats for names in flat.names for name in names}
 
     def _fitting(
         self, state_dict: Mapping[str, Any], strict: bool, assign: bool
@@ -193,12 +206,6 @@ class WrappedValues:
         if assign:
             raise InvalidRequest("load_state_dict(assign=True) cannot be: the values of a sharded model are elsewhere")
         own = self._module.state_dict(keep_vars=True)
-        here = {p.tensor.name for flat in self._runtime.flats for p in flat.unit.parameters}
-        if elsewhere := next((tensor.name for tensor in self._layout.tensors if tensor.name not in here), None):
-            raise Misuse(
-                f"load_state_dict() gives values to a whole model, and {elsewhere!r} is not in this stage of it; load "
-                "a checkpoint, which all stages have in common: load_checkpoint()"
-            )
         keys = _IncompatibleKeys([k for k in own if k not in state_dict], [k for k in state_dict if k not in own])
         if strict and (keys.missing_keys or keys.unexpected_keys):
             raise InvalidRequest(
@@ -231,10 +238,10 @@ class WrappedValues:
         self._runtime.masters.together(f"{what}() changed nothing, since it failed", perform)
         return prepared[0]
 
-    def _staying(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    def _staying(self, value_of: _ValueOf) -> dict[str, torch.Tensor]:
         """Return the values of all parameters if some get no new one, since the servers drop all present values."""
-        some_stay = any(value_of(tensor) is None for tensor in self._layout.tensors)
-        return dict(self.full()) if some_stay else {}
+        some_stay = any(value_of(names) is None for flat in self._runtime.flats for names in flat.names)
+        return {names[0]: value for names, _, value in self._boxes()} if some_stay else {}
 
     def _divided(self, flat: Any) -> dict[str, torch.Tensor]:
         """Return each parameter's part of a flat tensor, by name."""
@@ -249,20 +256,17 @@ class WrappedValues:
         if flat.shape != (layout.numel,):
             raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.numel}], one per parameter")
         _check_value("flat", flat, torch.empty(layout.numel, dtype=torch.float32, device="meta"))
-        values = torch.split(flat.detach(), [tensor.numel for tensor in layout.tensors])
-        return {tensor.name: value for tensor, value in zip(layout.tensors, values, strict=True)}
+        values = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
+        return {p.name: value for (_, p), value in zip(layout.parameters(), values, strict=True)}
 
-    def _new_values(
-        self, value_of: Callable[[Parameter], torch.Tensor | None], old: Mapping[str, torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        """Yield f32[unit_numel] of every unit."""
-        tensors = {tensor.name: tensor for tensor in self._layout.tensors}
-        for unit in self._layout.units:
-            values = torch.empty(unit.numel, dtype=torch.float32, device="cpu")
-            for spec in unit.parameters:
-                value = value_of(tensors[spec.tensor.name])
-                new = old[spec.tensor.name] if value is None else value.detach()
-                values[spec.offset : spec.end].view(spec.shape).copy_(new[spec.box])
+    def _new_values(self, value_of: _ValueOf, old: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield f32[unit_numel] of every unit of this worker."""
+        for flat in self._runtime.flats:
+            values = torch.empty(flat.unit.numel, dtype=torch.float32, device="cpu")
+            for names, spec, param in zip(flat.names, flat.unit.parameters, flat.params, strict=True):
+                value = value_of(names)
+                new = old[names[0]] if value is None else box_in(value.detach(), param)
+                values[spec.offset : spec.end].view(spec.shape).copy_(new)
             yield values
 
 
@@ -295,13 +299,9 @@ def _refuse_loading(path: str, module: nn.Module, state_dict: Mapping[str, Any],
         )
 
 
-def _names(tensor: Parameter) -> tuple[str, ...]:
-    return tensor.name, *tensor.aliases
-
-
-def _value_in(given: Mapping[str, Any], tensor: Parameter) -> torch.Tensor | None:
-    """Return the value under one of a tensor's names; None if there is none."""
-    return next((given[name] for name in _names(tensor) if name in given), None)
+def _value_in(given: Mapping[str, Any], names: Iterable[str]) -> torch.Tensor | None:
+    """Return the value under one of a parameter's names; None if there is none."""
+    return next((given[name] for name in names if name in given), None)
 
 
 def _check_value(what: str, value: Any, target: torch.Tensor) -> None:
@@ -322,7 +322,8 @@ def _check_value(what: str, value: Any, target: torch.Tensor) -> None:
     if value.is_complex() and not target.is_complex():
         raise InvalidRequest(f"{made}, and the model's is of {target.dtype}; give its real part")
     try:  # quantised, sparse, of a class of its own: a tensor is right if torch can copy it
-        torch.empty(target.shape, dtype=target.dtype, device="cpu").copy_(value) if _is_special(value) else None
+        if _is_special(value) and not is_divided(value):
+            torch.empty(target.shape, dtype=target.dtype, device="cpu").copy_(value)
     except Exception as error:
         raise InvalidRequest(f"{made}, which cannot be copied: {error}; give a dense tensor") from error
 

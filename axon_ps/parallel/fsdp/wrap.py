@@ -23,6 +23,9 @@ from axon_ps.collectives import cuda
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.memory import Meter
+from axon_ps.parallel.fsdp.mesh.boxes import box_of, is_divided
+from axon_ps.parallel.fsdp.mesh.groups import OptimizerGroups
+from axon_ps.parallel.fsdp.mesh.lines import MeshLines
 from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.precision import TORCH_DTYPES, MixedPrecision
@@ -50,11 +53,17 @@ class WrappedUnit:
         owner: name of the module it belongs to; "" for the root.
         unit: its layout.
         params: the parameters, in layout order.
+        names: of each, its names in the user's module; () = those of the layout.
+        number: its number in the layout.
+        pushes: False if workers of another line of the mesh push its gradient; see `mesh.union`.
     """
 
     owner: str
     unit: Unit
     params: tuple[nn.Parameter, ...]
+    names: tuple[tuple[str, ...], ...] = ()
+    number: int = 0
+    pushes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +81,8 @@ class Wrapping:
         built: the dtype that holds the values of all parameters as they were built.
         node_size: workers of a node.
         prefetch: True if units are gathered before they are needed.
+        lines: those of the mesh; None = each worker has all of the model.
+        groups: the optimizer's groups in all lines; None likewise.
         meter: counts the bytes of parameters.
         counters: those of `statistics()`.
     """
@@ -86,6 +97,8 @@ class Wrapping:
     built: torch.dtype
     node_size: int
     prefetch: bool
+    lines: MeshLines | None = None
+    groups: OptimizerGroups | None = None
     meter: Meter = field(default_factory=Meter)
     counters: Counters = field(default_factory=Counters)
 
@@ -282,14 +295,20 @@ def partition(
         found = {_owner(path, owners) for path in aliases}
         owner = found.pop() if len(found) == 1 else ""
         members.setdefault((owner, param.requires_grad), []).append(param)
-    wrapped_units = []
+    wrapped_units: list[WrappedUnit] = []
     for owner in owners:
         for trainable in (True, False):
             params = members.get((owner, trainable))
             if params:
                 name = (name_in_states(owner) or ROOT) + ("" if trainable else " (frozen)")
                 wrapped_units.append(
-                    WrappedUnit(owner=owner, unit=_unit(name, params, names, trainable), params=tuple(params))
+                    WrappedUnit(
+                        owner=owner,
+                        unit=_unit(name, params, names, trainable),
+                        params=tuple(params),
+                        names=tuple(tuple(names[param]) for param in params),
+                        number=len(wrapped_units),
+                    )
                 )
     return tuple(wrapped_units)
 
@@ -367,16 +386,16 @@ def _check_parameter(param: nn.Parameter, name: str) -> None:
         raise InvalidRequest(f"parameter {name!r} has no shape yet; run a lazy module once before wrapping it")
     if hasattr(param, "_axon_home"):
         raise InvalidRequest(f"parameter {name!r} is of a module that is wrapped already; build the module anew")
-    if not issubclass(type(param), nn.Parameter):
+    if not issubclass(type(param), nn.Parameter) and not is_divided(param):
         raise InvalidRequest(
             f"parameter {name!r} is a {type(param).__name__}; needed is a plain tensor. Build it without that class, "
             f"or {beside}"
         )
     if param.layout != torch.strided:
         raise InvalidRequest(f"parameter {name!r} has layout {param.layout}; only dense parameters can be sharded")
-    if not param.numel():
+    if not box_of(param).numel():
         raise InvalidRequest(
-            f"parameter {name!r} has shape {list(param.shape)}, so no elements; there is nothing of it to train: leave "
+            f"parameter {name!r} has shape {list(box_of(param).shape)} here, so no elements; there is nothing of it to train: leave "
             f"it out, make it a buffer (register_buffer), or {beside}"
         )
     if param.dtype not in SHARDED_DTYPES:
@@ -420,13 +439,13 @@ def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[
         packed.append(
             Parameter(
                 name=first,
-                shape=tuple(param.shape),
+                shape=tuple(box_of(param).shape),
                 offset=offset,
                 dtype=parse_dtype(param.dtype, f"the dtype of parameter {first!r}"),
                 aliases=tuple(aliases),
             )
         )
-        offset += param.numel()
+        offset = packed[-1].end
     by_dtype = {p.dtype: p.name for p in reversed(packed)}
     if len(by_dtype) > 1:
         listed = ", ".join(f"{TORCH_DTYPES[d]} ({by_dtype[d]!r})" for d in sorted(by_dtype, key=lambda d: d.value))

@@ -9,7 +9,7 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.compile import uncompiled
-from axon_ps.parallel.ddp.torch_arguments import mesh_sizes
+from axon_ps.parallel.ddp.torch_arguments import line_of, mesh_sizes
 from axon_ps.parallel.fsdp.arguments import understood
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload
@@ -68,6 +68,8 @@ def fully_shard(
     options = Options(
         reshard_after_forward=_reshard(reshard_after_forward),
         mesh=mesh_sizes("mesh", mesh),
+        line=line_of(mesh),
+        axis=mesh,
         precision=MixedPrecision() if mp_policy is None else understood("mixed_precision", mp_policy),
         offload=CPUOffload.NONE if offload_policy is None else understood("cpu_offload", offload_policy),
         ignored=understood("ignored_parameters", () if ignored_params is None else ignored_params),

@@ -40,6 +40,8 @@ class Options:
     Attributes:
         reshard_after_forward: of the modules given.
         mesh: sizes of the mesh; () = none was given.
+        line: if the mesh has more axes, the ranks of torch's that are replicas of each other; see `mesh.union`.
+        axis: that mesh.
         precision: dtypes of compute and wire.
         offload: the part of the model in host memory.
         ignored: parameters that stay as they are.
@@ -47,6 +49,8 @@ class Options:
 
     reshard_after_forward: bool | int | None
     mesh: tuple[int, ...]
+    line: tuple[int, ...]
+    axis: Any
     precision: MixedPrecision
     offload: CPUOffload
     ignored: tuple[nn.Parameter, ...]
@@ -219,7 +223,7 @@ def _build(root: Mark) -> ComposedModel:
     marked = {child: found.options for child in module.modules() if (found := mark_of(child)) is not None}
     units = {child: options for child, options in marked.items() if child is not module}
     group = current_group(current_or_launched())
-    _check_meshes((options.mesh for options in marked.values()), world_of(group).world_size)
+    line = _line(marked.values(), world_of(group).world_size)
     strategy, node_size = _strategy(root.options, list(units.values()))
     precision = _without_casts(root.options.precision)
     for child, options in units.items():
@@ -238,6 +242,7 @@ def _build(root: Mark) -> ComposedModel:
         auto_wrap_policy=units.__contains__ if units else None,
         ignored_parameters=_ignored(module),
         intra_node_size=node_size,
+        **({"device_mesh": root.options.axis} if line else {}),
     )
     model.note_tied(marked)
     return model
@@ -247,7 +252,7 @@ def _strategy(root: Options, units: list[Options]) -> tuple[ShardingStrategy | N
     """Return the strategy that the options choose (None = they do not), and the workers of a node."""
     given = units or [root]
     sizes = {o.reshard_after_forward for o in given if type(o.reshard_after_forward) is int}
-    sizes |= {o.mesh[1] for o in (root, *units) if len(o.mesh) > 1}
+    sizes |= {o.mesh[1] for o in (root, *units) if len(o.mesh) > 1 and not o.line}
     if len(sizes) > 1:
         named = " and ".join(map(str, sorted(sizes)))
         raise InvalidRequest(f"reshard_after_forward and mesh name nodes of {named} workers; pass one size")
@@ -259,13 +264,25 @@ def _strategy(root: Options, units: list[Options]) -> tuple[ShardingStrategy | N
     return (ShardingStrategy.FULL_SHARD if True in reshards else ShardingStrategy.SHARD_GRAD_OP), None
 
 
-def _check_meshes(meshes: Iterable[tuple[int, ...]], world_size: int) -> None:
-    for mesh in meshes:
+def _line(marked: Collection[Options], world_size: int) -> tuple[int, ...]:
+    """Return the ranks on the axis that the options give as mesh; () = it is all workers.
+
+    Raises:
+        InvalidRequest: they give several, or some workers without the axes of the others.
+    """
+    for mesh in (options.mesh for options in marked if not options.line):
         if mesh and math.prod(mesh) != world_size:
             raise InvalidRequest(
                 f"mesh has {math.prod(mesh)} workers and the world {world_size}: a step on the shard servers is a step "
-                "of all of them; pass a mesh of the world"
+                "of all of them; pass a mesh of the world, or an axis of one"
             )
+    lines = {options.line for options in marked}
+    if len(lines) > 1:
+        raise InvalidRequest(
+            f"mesh has the ranks {' and '.join(str(list(line) or 'of all workers') for line in sorted(lines))} in "
+            "calls for one model; pass the same axis in all of them"
+        )
+    return lines.pop() if lines else ()
 
 
 def _slots(

@@ -48,7 +48,7 @@ from axon_ps.shard.server.reports import Reports, ServerShell
 from axon_ps.shard.server.subscriptions import SubscriberLimits, Subscriptions
 from axon_ps.shard.server.waiters import EventOrder, Waiters
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Array, Decision, DType, Member, Membership
+from axon_ps.types import Array, Decision, DType, Grouping, Member, Membership
 from axon_ps.wire.events import Event, JobState, Ready, RestoreOrder, SnapshotFile
 
 _logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class ModelShell:
 
     def _on_membership(self, membership: Membership) -> None:
         spec = self.engine.spec
-        numbered = membership if spec is None else membership.numbered(spec.replica_is_node)
+        numbered = membership if spec is None else membership.numbered(spec.grouping)
         self._membership = membership
         self.members = {m.incarnation: m for m in numbered.workers}
         if membership.generation > self.engine.generation:
@@ -249,7 +249,7 @@ class ModelShell:
                 work, epoch = self._server.off_loop, lambda: self.values.served
                 self._copying = Copying(self.number, self.engine, links, epoch, self._on_copied, reports, work)
             self._placed()
-            self._renumber(job.spec.replica_is_node)
+            self._renumber(job.spec.grouping)
             # no slice is owned here, and no restore will follow
             if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
@@ -273,10 +273,10 @@ class ModelShell:
         self._waiters.wake_unit(owned.chunks.unit)
         self._report_ready()
 
-    def _renumber(self, by_node: bool) -> None:
+    def _renumber(self, grouping: Grouping) -> None:
         """Number the replicas as the layout defines them, if the membership numbered them in another way."""
-        if self._membership is not None and self._membership.by_node != by_node:
-            numbered = self._membership.numbered(by_node)
+        if self._membership is not None and self._membership.grouping != grouping:
+            numbered = self._membership.numbered(grouping)
             self.members = {m.incarnation: m for m in numbered.workers}
             self.engine.set_replicas(numbered.num_replicas)
 

@@ -139,8 +139,24 @@ class Compression(_message.Message):
     options: _containers.ScalarMap[str, float]
     def __init__(self, name: _Optional[str] = ..., options: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
+class Grouping(_message.Message):
+    __slots__ = ("by_node", "size", "rows")
+    BY_NODE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    by_node: bool
+    size: int
+    rows: _containers.RepeatedCompositeFieldContainer[RankRow]
+    def __init__(self, by_node: bool = ..., size: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RankRow, _Mapping]]] = ...) -> None: ...
+
+class RankRow(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class JobSpec(_message.Message):
-    __slots__ = ("layout", "param_dtype", "grad_dtype", "chunk_numel", "min_slice_numel", "replica_is_node", "param_compression", "grad_compression", "policy", "model")
+    __slots__ = ("layout", "param_dtype", "grad_dtype", "chunk_numel", "min_slice_numel", "replica_is_node", "param_compression", "grad_compression", "policy", "model", "grouping")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PARAM_DTYPE_FIELD_NUMBER: _ClassVar[int]
     GRAD_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +167,7 @@ class JobSpec(_message.Message):
     GRAD_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    GROUPING_FIELD_NUMBER: _ClassVar[int]
     layout: Layout
     param_dtype: DType
     grad_dtype: DType
@@ -161,7 +178,8 @@ class JobSpec(_message.Message):
     grad_compression: Compression
     policy: _policy_pb2.Policy
     model: str
-    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[DType, str]] = ..., grad_dtype: _Optional[_Union[DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ..., param_compression: _Optional[_Union[Compression, _Mapping]] = ..., grad_compression: _Optional[_Union[Compression, _Mapping]] = ..., policy: _Optional[_Union[_policy_pb2.Policy, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+    grouping: Grouping
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[DType, str]] = ..., grad_dtype: _Optional[_Union[DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ..., param_compression: _Optional[_Union[Compression, _Mapping]] = ..., grad_compression: _Optional[_Union[Compression, _Mapping]] = ..., policy: _Optional[_Union[_policy_pb2.Policy, _Mapping]] = ..., model: _Optional[str] = ..., grouping: _Optional[_Union[Grouping, _Mapping]] = ...) -> None: ...
 
 class Hyper(_message.Message):
     __slots__ = ("values",)

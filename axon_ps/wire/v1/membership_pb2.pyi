@@ -29,7 +29,7 @@ class Member(_message.Message):
     def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., rank: _Optional[int] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., local_rank: _Optional[int] = ..., replica: _Optional[int] = ..., joined: _Optional[int] = ...) -> None: ...
 
 class MembershipEvent(_message.Message):
-    __slots__ = ("generation", "workers", "shards", "num_replicas", "step", "version", "complete", "waiting_for", "finished", "models", "by_node", "is_over", "state_id")
+    __slots__ = ("generation", "workers", "shards", "num_replicas", "step", "version", "complete", "waiting_for", "finished", "models", "by_node", "is_over", "state_id", "grouping")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class MembershipEvent(_message.Message):
     BY_NODE_FIELD_NUMBER: _ClassVar[int]
     IS_OVER_FIELD_NUMBER: _ClassVar[int]
     STATE_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPING_FIELD_NUMBER: _ClassVar[int]
     generation: int
     workers: _containers.RepeatedCompositeFieldContainer[Member]
     shards: _containers.RepeatedCompositeFieldContainer[Member]
@@ -56,21 +57,24 @@ class MembershipEvent(_message.Message):
     by_node: bool
     is_over: bool
     state_id: str
-    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ..., finished: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelProgress, _Mapping]]] = ..., by_node: bool = ..., is_over: bool = ..., state_id: _Optional[str] = ...) -> None: ...
+    grouping: _common_pb2.Grouping
+    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ..., finished: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelProgress, _Mapping]]] = ..., by_node: bool = ..., is_over: bool = ..., state_id: _Optional[str] = ..., grouping: _Optional[_Union[_common_pb2.Grouping, _Mapping]] = ...) -> None: ...
 
 class MembershipDifference(_message.Message):
-    __slots__ = ("since", "now", "workers_gone", "shards_gone", "finished_gone")
+    __slots__ = ("since", "now", "workers_gone", "shards_gone", "finished_gone", "same_grouping")
     SINCE_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
     WORKERS_GONE_FIELD_NUMBER: _ClassVar[int]
     SHARDS_GONE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_GONE_FIELD_NUMBER: _ClassVar[int]
+    SAME_GROUPING_FIELD_NUMBER: _ClassVar[int]
     since: int
     now: MembershipEvent
     workers_gone: _containers.RepeatedScalarFieldContainer[int]
     shards_gone: _containers.RepeatedScalarFieldContainer[int]
     finished_gone: int
-    def __init__(self, since: _Optional[int] = ..., now: _Optional[_Union[MembershipEvent, _Mapping]] = ..., workers_gone: _Optional[_Iterable[int]] = ..., shards_gone: _Optional[_Iterable[int]] = ..., finished_gone: _Optional[int] = ...) -> None: ...
+    same_grouping: bool
+    def __init__(self, since: _Optional[int] = ..., now: _Optional[_Union[MembershipEvent, _Mapping]] = ..., workers_gone: _Optional[_Iterable[int]] = ..., shards_gone: _Optional[_Iterable[int]] = ..., finished_gone: _Optional[int] = ..., same_grouping: bool = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id", "released", "build")

@@ -64,7 +64,7 @@ class ModelView:
         return self._numbered(self.job.membership)
 
     def _numbered(self, membership: Membership) -> Membership:
-        return membership if self.spec is None else membership.numbered(self.spec.replica_is_node)
+        return membership if self.spec is None else membership.numbered(self.spec.grouping)
 
     @property
     def me(self) -> Member:

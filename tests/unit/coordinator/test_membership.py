@@ -20,7 +20,7 @@ from axon_ps.errors import (
 )
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.state_store import MemoryStateStore
-from axon_ps.types import Decision, Membership, Outcome, Role
+from axon_ps.types import Decision, Grouping, Membership, Outcome, Role
 from axon_ps.wire import build
 from axon_ps.wire.build import Build
 from axon_ps.wire.events import JobState, JoinRequest, Welcome
@@ -302,7 +302,7 @@ def test_a_node_is_a_replica_if_the_job_is_registered_so() -> None:
     d.shard()
     workers = [d.worker(node=node) for node in ("a", "b", "a", "b")]
     generation = workers[0].membership.generation
-    reply = d.register(workers[0], JobSpec(layout=SPEC.layout, replica_is_node=True))
+    reply = d.register(workers[0], JobSpec(layout=SPEC.layout, grouping=Grouping(by_node=True)))
     m = workers[0].membership
     assert reply.generation == m.generation == generation + 1
     assert [(w.rank, w.replica) for w in m.workers] == [(0, 0), (1, 1), (2, 0), (3, 1)]

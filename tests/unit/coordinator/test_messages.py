@@ -10,7 +10,7 @@ import pytest
 
 from axon_ps.coordinator import messages as m
 from axon_ps.errors import InvalidRequest, StorageFull
-from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, Role
+from axon_ps.types import CopyFrom, Decision, Grouping, Member, Membership, ModelProgress, Outcome, Role
 from axon_ps.wire.events import (
     CheckpointStatus,
     Connectivity,
@@ -54,7 +54,9 @@ MEMBERSHIP = Membership(
         SnapshotOrder(id=1, uri="u", version=2),
         RestoreOrder(epoch=1, uri="u", version=2),
         Welcome(rank=3, lease_s=5.0, world_size=4, num_shards=2, state_id="x", released=(0, 7)),
-        dataclasses.replace(MEMBERSHIP, models=(ModelProgress(model=2, step=9, version=8),), by_node=True),
+        dataclasses.replace(
+            MEMBERSHIP, models=(ModelProgress(model=2, step=9, version=8),), grouping=Grouping(by_node=True)
+        ),
         JobState(model=2, name="critic", version=7, copied=6),
         JobState(model=2, name="critic", released=True),
         JobState(model=2, name="critic", version=7, committed={"used": "7", "mine": ""}),

@@ -17,7 +17,7 @@ from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.errors import Busy, CheckpointError, InvalidRequest, LayoutMismatch
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.types import CopyFrom, Decision, DType, Membership, ModelProgress, OptimizerSpec, Outcome
+from axon_ps.types import CopyFrom, Decision, DType, Grouping, Membership, ModelProgress, OptimizerSpec, Outcome
 from axon_ps.wire.events import JobState, RestoreOrder, SnapshotFile, SnapshotOrder, SnapshotReport, Welcome
 from coordinator_driver import OPTIMIZER, SPEC, Driver, Peer
 
@@ -148,7 +148,7 @@ def test_a_restarted_coordinator_announces_the_generation_that_it_announced(*, b
     d = Driver(num_shards=1)
     s, a, b = d.shard(), d.worker(), d.worker()
     for w in (a, b):
-        d.register(w, dataclasses.replace(SPEC, replica_is_node=by_node), name="first")
+        d.register(w, dataclasses.replace(SPEC, grouping=Grouping(by_node=by_node)), name="first")
         d.register(w, OTHER, OTHER_OPTIMIZER, name="second")
     for model in range(2):
         s.initialized(model=model)

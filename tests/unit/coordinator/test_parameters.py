@@ -29,7 +29,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Outcome
+from axon_ps.types import Decision, DType, Grouping, Membership, OptimizerSpec, Outcome
 from axon_ps.wire.events import (
     CheckpointReply,
     JobState,
@@ -197,7 +197,7 @@ def test_everything_registered_survives_a_restart() -> None:
     assert shard.last(JobState) == before
     assert d.state.status().initialized
     with pytest.raises(LayoutMismatch):
-        d.register(a.join(), JobSpec(layout=LAYOUT, replica_is_node=True))
+        d.register(a.join(), JobSpec(layout=LAYOUT, grouping=Grouping(by_node=True)))
 
 
 # ---------------------------------------------------------------------- first values

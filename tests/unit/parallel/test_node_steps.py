@@ -28,7 +28,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.partitions import even_options, partition_bounds
 from axon_ps.sharding.plan import PlanOptions, make_plan
-from axon_ps.types import Array, DType, Outcome
+from axon_ps.types import Array, DType, Grouping, Outcome
 from axon_ps_lab.device import stand_in
 from parallel_fakes import FakeSteps, FakeWork
 
@@ -36,7 +36,7 @@ UNITS = (1000, 70, 3)
 LAYOUT = Layout(
     units=tuple(build_unit(f"u{i}", [(f"p{i}", (n,), DType.F32)], trainable=i != 1) for i, n in enumerate(UNITS))
 )
-SPEC = JobSpec(layout=LAYOUT, options=PlanOptions(chunk_numel=64, min_slice_numel=64), replica_is_node=True)
+SPEC = JobSpec(layout=LAYOUT, options=PlanOptions(chunk_numel=64, min_slice_numel=64), grouping=Grouping(by_node=True))
 
 
 class ShardSteps(FakeSteps):

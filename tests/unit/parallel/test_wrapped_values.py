@@ -1,8 +1,8 @@
-"""The values of a model that a mesh cuts: whole tensors go out and come in, whatever boxes the servers have."""
+"""The full parameters of a model: whole tensors, whatever boxes the servers have, and few of them at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from axon_ps.errors import Misuse
 from axon_ps.parallel.fsdp.masters import Masters
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.values import WrappedValues
@@ -31,13 +30,13 @@ def module() -> nn.Module:
     return nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3, bias=False)})
 
 
-def layout(boxes: dict[str, list[Box]] = TP, *stages: str) -> Layout:
-    """A unit of each part, with what is not cut in the first one; with stages, a unit of each layer."""
+def layout(boxes: dict[str, list[Box]]) -> Layout:
+    """A unit of each part, with what is not cut in the first one."""
     units: dict[str, list[Parameter]] = {}
     for name, value in module().named_parameters():
         shape = tuple(value.shape)
         for part, (begin, size) in enumerate(boxes.get(name, [((0,) * len(shape), shape)])):
-            of_unit = units.setdefault(name.partition(".")[0] if stages else f"part{part}", [])
+            of_unit = units.setdefault(f"part{part}", [])
             whole = Whole(name=name, shape=shape, begin=begin) if name in boxes else None
             own = f"part{part}/{name}" if whole else name
             offset = of_unit[-1].end if of_unit else 0
@@ -64,98 +63,52 @@ class Held(Masters):
         return [value]
 
 
-@dataclass
-class Flat:
-    """The unit of a worker's own part."""
-
-    unit: Unit
-    params: Sequence[nn.Parameter] = ()
-
-
-class Root:
-    """The root unit."""
-
-    depth = 0
-    flats = ()
-
-    def check_replaced(self) -> None:
-        """Nothing was replaced."""
-
-
 class Part:
-    """What `WrappedValues` needs of a runtime of one worker of the mesh."""
+    """What `WrappedValues` needs of a runtime, to read full parameters."""
 
-    def __init__(self, spec: JobSpec, own: Sequence[int]) -> None:
-        self.units = (Root(),)
-        self.masters = Held([torch.zeros(u.numel) for u in spec.layout.units])
-        self.flats = [Flat(spec.layout.units[number]) for number in own]
-
-    def reset(self) -> None:
-        """Nothing is gathered."""
+    def __init__(self, spec: JobSpec) -> None:
+        self.masters = Held([torch.randn(unit.numel) for unit in spec.layout.units])
 
 
 @dataclass
 class Wrapped:
+    """What it needs of the options."""
+
     spec: JobSpec
     replicated: bool = False
+    lines: None = None
 
 
-def made(of: Layout, own: Sequence[int], model: nn.Module) -> tuple[WrappedValues, Part]:
+def made(of: Layout) -> tuple[WrappedValues, Held]:
     spec = JobSpec(layout=of)
-    part = Part(spec, own)
-    wrapping = cast(Wrapping, Wrapped(spec))
-    return WrappedValues(model, wrapping, cast(Runtime, part), {}, None), part
+    part = Part(spec)
+    return WrappedValues(module(), cast(Wrapping, Wrapped(spec)), cast(Runtime, part), {}, None), part.masters
 
 
-def filled(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: torch.randn(value.shape) for name, value in model.named_parameters()}
-
-
-def test_a_state_dict_goes_in_as_boxes_and_comes_out_whole() -> None:
-    model = module()
-    values, part = made(layout(), [0], model)
-    given = filled(model)
-    values.load(given, strict=True, assign=False)
-    by_name = {p.name: part.masters.values[u][p.offset : p.end].view(p.shape) for u, p in layout().parameters()}
-    assert torch.equal(by_name["part1/up.weight"], given["up.weight"][2:])
-    assert torch.equal(by_name["part0/down.weight"], given["down.weight"][:, :2])
-    for found in (dict(values.full()), model.state_dict()):
-        assert sorted(found) == sorted(given)
-        assert all(torch.equal(found[name], given[name]) for name in given)
-
-
-def test_what_a_state_dict_lacks_stays() -> None:
-    model = module()
-    values, _ = made(layout(), [0], model)
-    given, other = filled(model), torch.randn(4, 3)
-    values.load(given, strict=True, assign=False)
-    values.load({"up.weight": other}, strict=False, assign=False)
+@pytest.mark.parametrize("cut", [True, False])
+def test_they_are_whole_and_in_the_order_of_the_tensors(cut: bool) -> None:
+    of = layout(TP if cut else {})
+    values, held = made(of)
     found = dict(values.full())
-    assert torch.equal(found["up.weight"], other)
-    assert torch.equal(found["down.weight"], given["down.weight"])
+    assert list(found) == [tensor.name for tensor in of.tensors]
+    assert {name: tuple(t.shape) for name, t in found.items()} == {
+        name: tuple(p.shape) for name, p in module().named_parameters()
+    }
+    for u, p in of.parameters():
+        assert torch.equal(found[p.tensor.name][p.box], held.values[u][p.offset : p.end].view(p.shape))
 
 
-def test_a_flat_tensor_has_the_order_of_the_full_parameters() -> None:
-    values, _ = made(layout(), [0], module())
-    flat = torch.arange(4 * 3 + 4 + 3 * 4, dtype=torch.float32)
-    values.update(flat)
-    assert torch.equal(torch.cat([value.reshape(-1) for _, value in values.full()]), flat)
-
-
-def test_a_stage_reads_only_its_own_units_and_refuses_values_of_the_whole_model() -> None:
-    stage = nn.ModuleDict({"down": nn.Linear(4, 3, bias=False)})
-    values, part = made(layout({}, "up", "down"), [1], stage)
-    assert list(stage.state_dict()) == ["down.weight"]
-    assert part.masters.read == [1]
-    assert sorted(dict(values.full())) == ["down.weight", "up.bias", "up.weight"]
-    with pytest.raises(Misuse, match=r"'up.weight' is not in this stage of it; load a checkpoint"):
-        values.load(stage.state_dict(), strict=True, assign=False)
-
-
-@pytest.mark.parametrize("boxes", [TP, {}])
-def test_a_part_of_the_parameters_is_not_written_back(boxes: Any) -> None:
-    of = layout(boxes) if boxes else layout(boxes, "up", "down")
-    values, _ = made(of, [0], module())
-    summoned: Callable[..., Any] = values.summoned
-    with pytest.raises(Misuse, match="cannot be at a mesh"), summoned(writeback=True):
-        pass
+def test_units_are_read_when_the_tensors_before_have_been_taken() -> None:
+    boxes = [Whole(name=f"w{i}", shape=(2,), begin=(part,)) for part in range(2) for i in range(2)]
+    of = Layout(
+        units=tuple(
+            Unit(name=f"u{n}", parameters=(Parameter(name=f"p{n}", shape=(1,), offset=0, whole=box),))
+            for n, box in enumerate(boxes)
+        )
+    )
+    values, held = made(of)
+    found = values.full()
+    assert next(found)[0] == "w0"
+    assert held.read == [0, 2], "those of both parts that have the tensor"
+    assert [name for name, _ in found] == ["w1"]
+    assert held.read == [0, 2, 1, 3]

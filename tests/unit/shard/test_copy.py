@@ -24,6 +24,7 @@ from axon_ps.types import (
     CopyFrom,
     Decision,
     DType,
+    Grouping,
     Member,
     Membership,
     ModelProgress,
@@ -314,11 +315,11 @@ def test_what_is_released_is_freed_once_nobody_copies_from_it_and_is_refused_the
 def test_replicas_are_numbered_as_each_model_has_them() -> None:
     members = [SimpleNamespace(node=node, rank=rank) for rank, node in enumerate(("a", "b", "a"))]
     workers, _ = numbered(
-        [Member(role=Role.WORKER, rank=m.rank, incarnation=f"w{m.rank}", node=m.node) for m in members], by_node=False
+        [Member(role=Role.WORKER, rank=m.rank, incarnation=f"w{m.rank}", node=m.node) for m in members], Grouping()
     )
     membership = Membership(generation=1, step=1, version=0, workers=workers, shards=(), num_replicas=3, complete=True)
-    by_node = membership.numbered(True)
+    by_node = membership.numbered(Grouping(by_node=True))
     assert [m.replica for m in by_node.workers] == [0, 1, 0]
     assert by_node.num_replicas == 2
-    assert by_node.numbered(False) == membership
-    assert membership.numbered(False) is membership
+    assert by_node.numbered(Grouping()) == membership
+    assert membership.numbered(Grouping()) is membership

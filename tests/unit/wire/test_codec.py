@@ -20,6 +20,7 @@ from axon_ps.types import (
     WIRE_DTYPES,
     Decision,
     DType,
+    Grouping,
     Member,
     Membership,
     OptimizerSpec,
@@ -54,6 +55,9 @@ def by_rank(role: Role) -> st.SearchStrategy[tuple[Member, ...]]:
     return lists.map(lambda found: tuple(sorted(found, key=lambda m: m.rank)))
 
 
+GROUPINGS = st.sampled_from(
+    [Grouping(), Grouping(by_node=True), Grouping(by_node=True, size=2), Grouping(rows=((0, 2), (3, 1)))]
+)
 MEMBERSHIPS = st.builds(
     Membership,
     generation=U64,
@@ -64,6 +68,7 @@ MEMBERSHIPS = st.builds(
     num_replicas=U32,
     complete=st.booleans(),
     waiting_for=st.text(max_size=30),
+    grouping=GROUPINGS,
 )
 DECISIONS = st.builds(
     Decision,
@@ -106,7 +111,7 @@ SPECS = st.builds(
     layout=layouts(),
     precision=st.builds(WirePrecision, param=st.sampled_from(WIRE_DTYPES), grad=st.sampled_from(WIRE_DTYPES)),
     options=st.builds(PlanOptions, chunk_numel=st.integers(1, 1 << 22), min_slice_numel=st.integers(1, 2**40)),
-    replica_is_node=st.booleans(),
+    grouping=GROUPINGS,
 )
 
 
@@ -132,6 +137,16 @@ def test_every_member_of_an_enum_round_trips(to_proto: Any, from_proto: Any, val
     for unknown in (0, len(values) + 1, -1):
         with pytest.raises(InvalidRequest, match="unset" if unknown == 0 else f"number {unknown}"):
             from_proto(unknown)
+
+
+def test_rows_beyond_any_job_are_refused() -> None:
+    rows = [common_pb2.RankRow(ranks=range(1 << 10))] * 17
+    with pytest.raises(InvalidRequest, match="replicas of 17408 workers in all"):
+        codec.GROUPING.from_proto(common_pb2.Grouping(rows=rows))
+    with pytest.raises(InvalidRequest, match="replicas of 20000 workers in all"):
+        codec.GROUPING.from_proto(common_pb2.Grouping(rows=[common_pb2.RankRow()] * 20000))
+    with pytest.raises(InvalidRequest, match="each rank is in one of them"):
+        codec.GROUPING.from_proto(common_pb2.Grouping(rows=[common_pb2.RankRow(ranks=[0, 1 << 31])]))
 
 
 def test_parameters_are_numbers() -> None:

@@ -10,10 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import Member, Membership, Role, numbered
+from axon_ps.types import EACH_WORKER, Grouping, Member, Membership, Role, numbered
 from axon_ps.wire import codec
 from axon_ps.wire.differences import announced, difference_to_proto, membership_from_difference
 from axon_ps.wire.v1 import membership_pb2
+
+MESH = Grouping(rows=((0, 2), (1, 3), (5, 4)))
+NODES, HALF_NODES = Grouping(by_node=True), Grouping(by_node=True, size=2)
+GROUPINGS = (HALF_NODES, Grouping(), NODES, Grouping(), MESH, MESH)
 
 
 def member(role: Role, rank: int, life: int) -> Member:
@@ -22,8 +26,8 @@ def member(role: Role, rank: int, life: int) -> Member:
 
 def membership(generation: int, workers: dict[int, int], shards: dict[int, int], finished: list[Member]) -> Membership:
     """Of ranks with the life that each has."""
-    by_node = generation % 2 == 0
-    mine, replicas = numbered([member(Role.WORKER, r, w) for r, w in sorted(workers.items())], by_node)
+    grouping = GROUPINGS[generation % len(GROUPINGS)]
+    mine, replicas = numbered([member(Role.WORKER, r, w) for r, w in sorted(workers.items())], grouping)
     return Membership(
         generation=generation,
         step=generation * 3,
@@ -34,7 +38,7 @@ def membership(generation: int, workers: dict[int, int], shards: dict[int, int],
         complete=generation % 3 == 0,
         waiting_for="" if generation % 3 == 0 else "somebody",
         finished=tuple(finished),
-        by_node=by_node,
+        grouping=grouping,
         state_id="s",
     )
 
@@ -86,6 +90,19 @@ def test_one_that_leaves_costs_the_same_whatever_the_numbers_of_the_others() -> 
     assert membership_from_difference(before, message) == membership(2, workers, {0: 1}, [])
 
 
+def test_rows_that_stay_are_not_sent_again() -> None:
+    rows = tuple((rank, rank + 500) for rank in range(500))
+    there = dataclasses.replace(membership(1, dict.fromkeys(range(1000), 1), {0: 1}, []), grouping=EACH_WORKER)
+    before = there.numbered(Grouping(rows=rows))
+    now = dataclasses.replace(there, generation=2, workers=there.workers[1:]).numbered(before.grouping)
+    message = difference_to_proto(before, now)
+    assert message is not None
+    assert message.ByteSize() < 100
+    arrived = membership_from_difference(before, message)
+    assert arrived == now
+    assert (arrived.num_replicas, arrived.workers[499].rank, arrived.workers[499].replica) == (499, 500, -1)
+
+
 def test_what_is_mostly_new_is_sent_whole() -> None:
     assert sent(membership(1, {0: 1}, {0: 1}, []), membership(2, {0: 2, 1: 2}, {0: 1}, [])) is None
 
@@ -115,13 +132,13 @@ def test_a_difference_that_does_not_fit_is_refused() -> None:
 
 def test_numbers_follow_from_ranks_and_nodes() -> None:
     there = [member(Role.WORKER, rank, 1) for rank in (0, 1, 3, 4)]  # nodes n0, n1, n0, n1
-    by_worker, replicas = numbered(there, by_node=False)
+    by_worker, replicas = numbered(there, Grouping())
     assert [(m.replica, m.local_rank) for m in by_worker] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert replicas == 4
-    by_node, replicas = numbered(by_worker, by_node=True)
+    by_node, replicas = numbered(by_worker, Grouping(by_node=True))
     assert [(m.replica, m.local_rank) for m in by_node] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert replicas == 2
-    assert numbered(by_node, by_node=False)[0] == by_worker
+    assert numbered(by_node, Grouping())[0] == by_worker
     assert dataclasses.replace(by_node[0], replica=-1) != by_node[0]
 
 

@@ -147,7 +147,7 @@ def _membership(durable: records.Durable, known: Knowledge) -> Membership:
     If both have a member of the same rank, that in the shard server's membership counts.
     """
     theirs, ours = known.membership, durable.membership
-    workers, replicas = numbered(_union(theirs.workers, ours.workers), theirs.by_node)
+    workers, replicas = numbered(_union(theirs.workers, ours.workers), theirs.grouping)
     step, version = _progress(durable, 0)
     others = (ModelProgress(model=n, step=m.step, version=m.version) for n, m in sorted(durable.models.items()) if n)
     return replace(

@@ -75,7 +75,7 @@ class Stepping:
     def begin_model(self, model: Model) -> None:
         """Begin the attempts of a model, in a new generation or because it has just been registered."""
         spec = model.registration.spec
-        membership = self.membership if spec is None else self.membership.numbered(spec.replica_is_node)
+        membership = self.membership if spec is None else self.membership.numbered(spec.grouping)
         model.attempts.begin(None if spec is None else spec.policy, membership)
         model.open = membership.complete
 

@@ -46,7 +46,7 @@ class ReplicatedUnit(FlatUnit):
     """One unit that every worker has in full.
 
     Args:
-        index, wrapped, wrapping: as for `FlatUnit`.
+        wrapped, wrapping: as for `FlatUnit`.
 
     Note: [Values that the user sets]
         Parameters are views of the masters, so a change of one in place is in the master. `param.data = t`
@@ -57,13 +57,13 @@ class ReplicatedUnit(FlatUnit):
 
     sharded = False
 
-    def __init__(self, index: int, wrapped: WrappedUnit, wrapping: Wrapping) -> None:
+    def __init__(self, wrapped: WrappedUnit, wrapping: Wrapping) -> None:
         unit, device = wrapped.unit, wrapping.device
         master_device = device if wrapping.offload is CPUOffload.NONE else torch.device("cpu")
         built = TORCH_DTYPES[unit.parameters[0].dtype]
         self.swapped = built != wrapping.compute_of(unit) or master_device.type != device.type
         self._master = torch.zeros(unit.numel if self.swapped else 0, dtype=built, device=master_device)
-        super().__init__(index, wrapped, LocalSource(self._master), wrapping, resident=not self.swapped)
+        super().__init__(wrapped, LocalSource(self._master), wrapping, resident=not self.swapped)
         self.grads.stage_device = master_device
         self._master_grads: list[torch.Tensor | None] = [None] * len(self.params)
         if self.swapped:

@@ -9,7 +9,7 @@ Note: [Sending again]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -29,23 +29,31 @@ class SentStep:
         first_parameter: by unit, the number of its first parameter.
         wire: the dtype of packed gradients.
         on_device: True if they are sent from device memory.
+        foreign: numbers of the trainable parameters whose gradients other lines of the mesh push.
 
     Attributes:
         pushes: the transfers under way.
-        untouched: numbers of the parameters that have no gradient in the step.
+        untouched: numbers of the parameters of which this worker has no gradient in the step, or pushes none.
         applied: the parameters that have one.
     """
 
     def __init__(
-        self, gradients: GradientSteps, first_parameter: Mapping[int, int], wire: DType, *, on_device: bool
+        self,
+        gradients: GradientSteps,
+        first_parameter: Mapping[int, int],
+        wire: DType,
+        *,
+        on_device: bool,
+        foreign: Sequence[int] = (),
     ) -> None:
         self._gradients = gradients
         self._first_parameter = first_parameter
         self._wire = wire
         self._on_device = on_device
+        self._foreign = foreign
         self._retained: dict[int, torch.Tensor | None] = {}  # by unit
         self.pushes: list[Pending] = []
-        self.untouched: list[int] = []
+        self.untouched: list[int] = [*foreign]
         self.applied: list[nn.Parameter] = []
 
     def form(self, packed: torch.Tensor) -> Array | torch.Tensor:
@@ -57,12 +65,13 @@ class SentStep:
         for number, (param, has) in enumerate(zip(flat.params, given, strict=True), self._first_parameter[flat.index]):
             if has or param in zeroed:
                 self.applied.append(param)
-            else:
+            elif flat.pushes:
                 self.untouched.append(number)
 
-    def push_nothing(self, unit: int, ticket: Ticket) -> None:
+    def push_nothing(self, flat: FlatUnit, ticket: Ticket) -> None:
         """Tell the servers that a unit has no gradient."""
-        self.pushes.append(self._gradients.push(unit, None, ticket))
+        if flat.pushes:
+            self.pushes.append(self._gradients.push(flat.index, None, ticket))
 
     def retain(self, unit: int, packed: torch.Tensor | None) -> None:
         """Retain a copy of a unit's gradient, which may be sent again."""
@@ -79,5 +88,5 @@ class SentStep:
 
     def end(self) -> None:
         """Forget the gradients and pushes, since the step has ended."""
-        self.pushes, self.untouched, self.applied = [], [], []
+        self.pushes, self.untouched, self.applied = [], [*self._foreign], []
         self._retained.clear()

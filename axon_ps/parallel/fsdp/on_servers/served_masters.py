@@ -34,16 +34,17 @@ class ServedMasters(Masters):
         check_unchanged(self._flats)
         view, spec = self._client.view, self._wrapping.spec
         began = view.epoch, view.latest_version
-        for index in numbers:
-            values = torch.empty(spec.layout.units[index].numel, dtype=torch.float32, device="cpu")
-            self._client.parameters.gather(index, values.numpy(), exact=True).wait()
+        for number in numbers:
+            values = torch.empty(spec.layout.units[number].numel, dtype=torch.float32, device="cpu")
+            self._client.parameters.gather(number, values.numpy(), exact=True).wait()
             if (view.epoch, view.latest_version) != began and not spec.policy.asynchronous:
                 raise StepAborted(TORN)
             yield values
 
     def replace(self, values: Iterator[torch.Tensor]) -> None:
         """See `Masters.replace`."""
-        units = ((index, value.numpy()) for index, value in enumerate(values))
+        pairs = zip(self._flats, values, strict=True)
+        units = ((flat.index, value.numpy()) for flat, value in pairs if flat.pushes)
         world_of(self._wrapping.group).replace_parameters(units, model=self._wrapping.name)
 
     def gather(self, value: Any) -> list[Any]:

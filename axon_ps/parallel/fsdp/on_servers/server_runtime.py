@@ -76,9 +76,20 @@ class ServerRuntime(Runtime):
         self._ticket: Ticket | None = None
         self._began: Position | None = None  # the version at which the step began
         self._optimizer = ServedOptimizer(wrapping, self._steps, lambda: self.version)
-        numbers = accumulate((len(flat.params) for flat in self.flats), initial=0)
-        first_parameter = dict(zip((flat.index for flat in self.flats), numbers, strict=False))
-        self._step = SentStep(self._steps.gradients, first_parameter, self._grad_wire, on_device=device is not None)
+        layout, pushed = wrapping.spec.layout, {flat.index for flat in self.flats if flat.pushes}
+        numbers = accumulate((len(unit.parameters) for unit in layout.units), initial=0)
+        first_parameter = dict(enumerate(numbers))
+        self._step = SentStep(
+            self._steps.gradients,
+            first_parameter,
+            self._grad_wire,
+            on_device=device is not None,
+            foreign=[
+                number
+                for number, (unit, _) in enumerate(layout.parameters())
+                if unit not in pushed and layout.units[unit].trainable
+            ],
+        )
         self._speculation = Speculation(self.flats, first_parameter, self.gathering)
         self.masters = ServedMasters(wrapping, client, self.flats)
         self._withdrawn: StepResult | None = None  # result of a withdrawn step, until the next forward
@@ -127,13 +138,16 @@ class ServerRuntime(Runtime):
                 buffer.zero_()
                 given = [False] * len(flat.params)
         self._step.note(flat, given, self._zeroed)
-        self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
+        self._pushed.add(flat.index)
+        if not flat.pushes:
+            self._out.give(buffer)
+            return
+        self.counters.pushed_bytes += buffer.nbytes
         if self.resends:
             self._step.retain(flat.index, buffer)
         push, sent = self._steps.gradients.push, self._step.form(buffer)
         self._step.pushes.append(push(flat.index, sent, ticket, partial(self._out.give, buffer)))
-        self._pushed.add(flat.index)
 
     def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
         """See `Speculation.gather`."""
@@ -191,6 +205,8 @@ class ServerRuntime(Runtime):
         with view.job.changed:
             members, me = view.membership, view.me
         ranks = [m.rank for m in members.workers if m.replica == me.replica]
+        if self._wrapping.lines is not None:  # all of them compute with the same samples
+            ranks = [me.rank]
         return Coordinates(
             replica=me.replica, num_replicas=members.num_replicas, index=ranks.index(me.rank), workers=len(ranks)
         )
@@ -219,17 +235,17 @@ class ServerRuntime(Runtime):
         max_norm, decision = self.sent.checked_max_norm(), None
         try:
             ticket = self._current_ticket()
-            for unit in self.units:
-                flat = unit.trainable
-                if flat is None or flat.index in self._pushed:
+            for unit, flat in ((unit, flat) for unit in self.units for flat in unit.trained):
+                if flat.index in self._pushed:
                     continue
                 if flat.grads.present or not self._zeroed.isdisjoint(flat.params):
                     self._push(flat)
                     self._speculation.gather(unit, flat)
                 else:
                     self._step.note(flat, [False] * len(flat.params), self._zeroed)
-                    self._step.push_nothing(flat.index, ticket)
-                    self._step.retain(flat.index, None)
+                    self._step.push_nothing(flat, ticket)
+                    if flat.pushes:
+                        self._step.retain(flat.index, None)
                     self._pushed.add(flat.index)
             change = self._optimizer.change
             vote = partial(
@@ -289,7 +305,7 @@ class ServerRuntime(Runtime):
             ticket = self._current_ticket()
             for flat in self.flats:  # so that no gradients of others stay queued behind these
                 if flat.trainable and flat.index not in self._pushed:
-                    self._step.push_nothing(flat.index, ticket)
+                    self._step.push_nothing(flat, ticket)
             decision = self._steps.vote(ticket, self._step.pushes, max_norm=0.0, hyper=(), withdrawn=True)
             _logger.warning(
                 "the gradients that were sent for step %s were withdrawn by zero_grad(): it was aborted (%s)",

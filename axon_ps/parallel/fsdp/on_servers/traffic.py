@@ -172,6 +172,8 @@ def strategy_for(given: Arguments, members: Sequence[Member], device: torch.devi
         return given.sharding_strategy, ""
     if given.intra_node_size is not None:
         return _HYBRID, "intra_node_size was given"
+    if given.line:
+        return _FULL, "each worker of a replica has parameters of its own"
     return chosen(_sizes(members), gpus=cuda.memory().is_device(device))
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch._C import _autograd
 
+from axon_ps.parallel.fsdp.mesh.boxes import box_of, with_spec
 from axon_ps.sharding.layout import Unit
 
 _UNIT: Final = "_axon_unit"
@@ -70,9 +71,11 @@ class SavedParameter:
         decisions: number of steps that had ended.
     """
 
-    __slots__ = ("_dtype", "_offset", "_runtime", "_size", "_stride", "at", "decisions", "flat")
+    __slots__ = ("_dtype", "_offset", "_runtime", "_size", "_spec", "_stride", "at", "decisions", "flat")
 
     def __init__(self, flat: SavedUnit, runtime: Gatherer, tensor: torch.Tensor) -> None:
+        self._spec = getattr(tensor, "_spec", None)  # of a DTensor
+        tensor = box_of(tensor)
         self.flat = flat
         self.at = flat.values_at
         self.decisions = runtime.decisions
@@ -86,7 +89,8 @@ class SavedParameter:
         memory = self.flat.flat
         with torch.no_grad():
             same = memory if memory.dtype == self._dtype else memory.view(self._dtype)
-            return same.as_strided(self._size, self._stride, self._offset)
+            view = same.as_strided(self._size, self._stride, self._offset)
+            return view if self._spec is None else with_spec(view, self._spec)
 
 
 def belongs(storage: torch.UntypedStorage, flat: SavedUnit) -> None:
@@ -115,7 +119,7 @@ def pop() -> None:
 def _parameter(tensor: torch.Tensor) -> SavedParameter | None:
     """Return the object to save in place of a tensor that shares a unit's memory; None for any other."""
     try:
-        found: Any = getattr(tensor.untyped_storage(), _UNIT, None)
+        found: Any = getattr(box_of(tensor).untyped_storage(), _UNIT, None)
     except (NotImplementedError, RuntimeError):  # sparse: it has no storage
         return None
     if found is None:

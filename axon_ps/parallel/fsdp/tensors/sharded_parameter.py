@@ -14,6 +14,7 @@ Note: [Classes as states]
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch._C import _disabled_torch_function_impl
 
 from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.parallel.fsdp.mesh.boxes import is_divided
 from axon_ps.parallel.fsdp.tensors.sent_gradients import Home
 from axon_ps.parallel.fsdp.tensors.torch_functions import DESCRIBES, function_name
 
@@ -41,7 +43,11 @@ class _Sharded:
         if func in DESCRIBES or func in _OWN_GRAD:
             return _disabled_torch_function_impl(func, types, args, kwargs or {})
         if func in _DETACHING:
-            detached = _disabled_torch_function_impl(func, types, args, kwargs or {}).as_subclass(ShardedValue)
+            if is_divided(args[0]):
+                values = torch.full((), math.nan, dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            else:
+                values = _disabled_torch_function_impl(func, types, args, kwargs or {})
+            detached: Any = values.as_subclass(ShardedValue)
             detached._axon_home = getattr(args[0], "_axon_home", None)
             return detached
         if in_backward() and _gathered_for_backward(args):
@@ -159,7 +165,10 @@ def _gathered_for_backward(args: tuple[Any, ...]) -> bool:
 
 
 def set_own_data(param: Any, values: Tensor) -> None:
-    """Replace the memory of a parameter."""
+    """Replace the memory of a parameter; of a DTensor, that of its box on this worker."""
+    if is_divided(param):
+        param._local_tensor = values
+        return
     _disabled_torch_function_impl(_DATA.__set__, (), (param, values), {})
 
 

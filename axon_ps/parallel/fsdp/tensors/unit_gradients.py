@@ -12,6 +12,7 @@ from torch import nn
 
 from axon_ps.collectives import cuda
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.fsdp.mesh.boxes import gradient_of
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import own_grad, set_own_grad
 from axon_ps.parallel.fsdp.wrap import sparse_gradient
 from axon_ps.parallel.precision import scale_into
@@ -43,7 +44,7 @@ class UnitGradients:
     def stage(self) -> None:
         """Move the gradients of the parameters to the staged ones, in f32 on `stage_device`, and sum them there."""
         for i, param in enumerate(self._params):
-            if (grad := own_grad(param)) is not None:
+            if (grad := gradient_of(own_grad(param), param)) is not None:
                 set_own_grad(param, None)
                 self._check_dense(i, grad)
                 staged = self._staged[i]
@@ -57,7 +58,7 @@ class UnitGradients:
         if not factor:
             self.pop()
             return
-        for grad in (*map(own_grad, self._params), *self._staged):
+        for grad in (*map(own_grad, self._params), *self._staged):  # a DTensor is linear in its boxes
             if grad is not None:
                 grad.mul_(factor)
 
@@ -65,7 +66,7 @@ class UnitGradients:
         """Remove the gradients from the parameters, and return them with the staged ones added."""
         grads: list[torch.Tensor | None] = []
         for i, param in enumerate(self._params):
-            grad = own_grad(param)
+            grad = gradient_of(own_grad(param), param)
             set_own_grad(param, None)
             staged, self._staged[i] = self._staged[i], None
             if staged is not None and grad is not None:

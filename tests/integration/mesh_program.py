@@ -1,0 +1,183 @@
+"""A program of torch's FSDP2 on a mesh, in the manner of torchtitan, with our `fully_shard`. Tests run it.
+
+Usage: mesh_program.py OUT DP PP TP
+
+Each process trains the same model with plain torch, too, and reports how far its parameters are from that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import axon_ps
+from axon_ps.parallel import fully_shard, sharded_model
+
+DIM, HEADS, LAYERS, VOCAB, LENGTH, ROWS, STEPS, MAX_NORM = 16, 4, 2, 32, 8, 8, 50, 0.5
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleDict({str(i): Block() for i in range(LAYERS)})
+        self.norm, self.output = nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        for block in self.layers.values():
+            x = block(x)
+        return x if self.output is None else self.output(self.norm(x))
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def made() -> Llama:
+    torch.manual_seed(3)
+    return Llama()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+
+
+def tensor_parallel(model: Llama, tp: DeviceMesh) -> None:
+    """Divide a model as torchtitan does, with sequence parallelism of the norms."""
+    parallelize_module(
+        model,
+        tp,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for block in model.layers.values():
+        parallelize_module(
+            block,
+            tp,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+                "attention.wq": ColwiseParallel(),
+                "attention.wk": ColwiseParallel(),
+                "attention.wv": ColwiseParallel(),
+                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+                "ffn_norm": SequenceParallel(),
+                "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+                "feed_forward.w1": ColwiseParallel(),
+                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+            },
+        )
+
+
+def plain_losses(model: Llama) -> list[float]:
+    """Train with plain torch, on all samples."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens = batch(step)
+        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    out, dp, pp, tp = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    dist.init_process_group("gloo")
+    world = axon_ps.World.init()
+    mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    model = made()
+    if tp > 1:
+        tensor_parallel(model, mesh["tp"])
+    for block in model.layers.values():
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mine = slice(mesh["dp"].get_local_rank(), None, dp)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens = batch(step)[mine]
+        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(float(norm))
+    plain = made()
+    plain_losses(plain)
+    theirs = dict(plain.named_parameters())
+    ours = dict(sharded_model(model).full_parameters())
+    state = model.state_dict()
+    difference = max(float((ours[name] - theirs[name]).detach().abs().max()) for name in theirs)
+    boxes = [
+        float((value.full_tensor() - theirs[name]).detach().abs().max())
+        for name, value in state.items()
+        if isinstance(value, DTensor)
+    ]
+    result = {
+        "difference": difference,
+        "names": sorted(ours) == sorted(theirs),
+        "boxes": [len(boxes), max(boxes, default=0.0)],
+        "version": sharded_model(model).version,
+        "losses": losses,
+        "norms": norms,
+    }
+    out.with_name(f"{out.name}.{dist.get_rank()}").write_text(json.dumps(result))
+    world.close()
+    dist.destroy_process_group()
+
+
+main()
