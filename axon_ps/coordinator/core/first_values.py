@@ -12,7 +12,7 @@ Note: [Whose values are first]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from axon_ps.coordinator.core.placement.holders import SliceHolders
 from axon_ps.coordinator.core.registration import Registration
@@ -49,10 +49,13 @@ class FirstValues:
         first = there[0] if there else ""
         return "" if first == incarnation or first in self.waiting else first
 
-    def claim_upload(self, incarnation: str, there: Sequence[str]) -> bool:
-        """Return True if the caller is to upload the first values. `there` are the workers that count, by rank.
+    def claim_upload(self, incarnation: str, there: Sequence[str], row: Collection[str] = ()) -> bool:
+        """Return True if the caller is to upload the first values, or its part of them.
 
-        See Note: [Whose values are first].
+        Args:
+            incarnation: the caller.
+            there: the workers that count, by rank. See Note: [Whose values are first].
+            row: if workers of a replica have different units, those of the caller's; each uploads its own.
         """
         p = self._holders.parameters
         if not self._needs_first_values:
@@ -60,7 +63,7 @@ class FirstValues:
         self.waiting.intersection_update(there)
         if p.uploader not in there:
             p.uploader = next((w for w in there if w in self.waiting or not self._begins_again), "")
-        return p.uploader == incarnation
+        return p.uploader == incarnation or p.uploader in row
 
     @property
     def _begins_again(self) -> bool:

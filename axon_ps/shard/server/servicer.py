@@ -193,6 +193,8 @@ class ShardServicer:
         if span is not None:
             span.attributes.update(self._about(shell, member, header.unit), attempt=header.step)
         step, unit, replica = header.step, header.unit, header.replica
+        if member.replica < 0:
+            raise InvalidRequest(shell.why_no_replica(member))
         if replica != member.replica:
             raise InvalidRequest(f"worker {member.rank} contributes to replica {member.replica}, not {replica}")
         position, end = _range_of(engine, header)
