@@ -319,6 +319,15 @@ class Membership:
         """The worker of lowest rank in a replica; without a replica, of all workers. It saves and logs for all."""
         return next((m for m in self.workers if m.replica >= 0), self.workers[0] if self.workers else None)
 
+    def sharing_samples(self, worker: Member) -> list[int]:
+        """Return the ranks of the workers among whom the samples of a worker's replica are dealt.
+
+        Those of a node compute with different samples. Those of a row have parts of the model, and the same samples.
+        """
+        if self.grouping.rows:
+            return [worker.rank]
+        return [m.rank for m in self.workers if m.replica == worker.replica]
+
     def why_no_replica(self, rank: int) -> str:
         """Return the reason why a worker is in no replica, as text."""
         row = self.grouping.row_of(rank)

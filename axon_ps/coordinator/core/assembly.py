@@ -376,7 +376,7 @@ class Assembly:
         return " and ".join((*reasons, *troubles)) + anew
 
     def _incomplete_rows(self, ranks: Collection[int]) -> list[tuple[int, ...]]:
-        """Return the replicas by rows if each lacks a worker, the one that lacks the fewest first.
+        """Return the replicas by rows if each lacks a worker; first those that lack the fewest.
 
         There are none while another worker need not be waited for: those that are missing have finished.
         """

@@ -273,13 +273,6 @@ class ModelShell:
         self._waiters.wake_unit(owned.chunks.unit)
         self._report_ready()
 
-    def why_no_replica(self, worker: Member) -> str:
-        """Return the reason why a worker is in no replica of the model, as text."""
-        assert self._membership is not None
-        spec = self.engine.spec
-        numbered = self._membership if spec is None else self._membership.numbered(spec.grouping)
-        return f"{numbered.why_no_replica(worker.rank)}; its gradients do not count"
-
     def _renumber(self, grouping: Grouping) -> None:
         """Number the replicas as the layout defines them, if the membership numbered them in another way."""
         if self._membership is not None and self._membership.grouping != grouping:

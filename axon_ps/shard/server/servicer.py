@@ -194,7 +194,10 @@ class ShardServicer:
             span.attributes.update(self._about(shell, member, header.unit), attempt=header.step)
         step, unit, replica = header.step, header.unit, header.replica
         if member.replica < 0:
-            raise InvalidRequest(shell.why_no_replica(member))
+            made = "unknown" if engine.spec is None else f"{engine.spec.grouping}, and one of its is missing"
+            raise InvalidRequest(
+                f"worker {member.rank} is in no replica, so its gradients do not count: these are {made}"
+            )
         if replica != member.replica:
             raise InvalidRequest(f"worker {member.rank} contributes to replica {member.replica}, not {replica}")
         position, end = _range_of(engine, header)

@@ -178,8 +178,11 @@ class ModelView:
 
     # ------------------------------------------------------------------ waiting
 
-    def wait_in_replica(self) -> None:
+    def wait_in_replica(self) -> Membership:
         """Block until this worker is in a replica: others may be missing that it makes one with.
+
+        Returns:
+            The membership, with replicas numbered as this model has them.
 
         Raises:
             Timeout: no other worker has taken their place.
@@ -189,10 +192,10 @@ class ModelView:
         def why() -> str:
             return f"{self.membership.why_no_replica(self.me.rank)}; start a worker in its place, or the job anew:"
 
-        def is_in_one() -> bool | None:
+        def is_in_one() -> Membership | None:
             membership, me = self.membership, self.me
             if me.replica >= 0:
-                return True
+                return membership
             row = membership.grouping.row_of(me.rank)
             here = {m.rank for m in membership.workers}
             if done := [m.rank for m in membership.finished if m.rank in row and m.rank not in here]:
@@ -201,7 +204,7 @@ class ModelView:
                 raise MemberLost(f"{membership.why_no_replica(me.rank)}; it takes part in no step")
             return None
 
-        self.job.wait_until(is_in_one, self.job.timeout_s, lambda: f"{why()} none came", reminds=True)
+        return self.job.wait_until(is_in_one, self.job.timeout_s, lambda: f"{why()} none came", reminds=True)
 
     def wait_epoch(self, epoch: int, timeout_s: float | None = None, *, initialized: bool = True) -> None:
         """Block until the parameters were replaced `epoch` times and, if `initialized`, the servers hold all of them.
