@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import simpy
 
 from axon_ps.shard.client.line import SHORT_RTT_S
+from axon_ps.sharding.traffic import gathered_bytes, sent_bytes
 from axon_ps_lab.simulate.fluid import Fluid, Resource
 from axon_ps_lab.simulate.profile import Profile
 from axon_ps_lab.simulate.scenario import Scenario
-from axon_ps_lab.simulate.tables import WorkersTable, wire_bytes
+from axon_ps_lab.simulate.tables import WorkersTable
 
 RECEIVED = 0.94
 """The fraction of its rate at which a card receives from several hosts that send at once.
@@ -126,13 +127,18 @@ class Cluster:
         """Return the elements of a unit."""
         return self._units[unit].numel
 
+    def _wire_bytes(self, unit: int, inward: bool) -> int:
+        """Return the bytes of a unit that come from all servers, or that go to them."""
+        of_form = gathered_bytes if inward else sent_bytes
+        return of_form(self.scenario.spec.precision, self.numel(unit))
+
     def _uses(self, group: Hosts, inward: bool, unit: int) -> dict[Resource, float]:
         """Return the use of each resource by an element that moves between each pair of a worker and a server."""
         servers, job, profile = self.servers, self.scenario.job, self.profile
         wire = job.sent if inward else job.reduced
         cost = profile.wires[wire]
         numel = self.numel(unit)
-        by_element = wire_bytes(wire, numel) / numel
+        by_element = self._wire_bytes(unit, inward) / numel
         holders = len(self._plan.slices[unit])
         by_call = holders / numel  # calls by element of a pair
         worker_s = (cost.worker_gather_s if inward else cost.worker_push_s) + profile.worker_call_s * by_call
@@ -160,8 +166,8 @@ class Cluster:
 
     def move(self, group: Hosts, unit: int, *, inward: bool) -> simpy.Event:
         """Move a stage of a unit between the workers of a group and the servers."""
-        job, stages = self.scenario.job, self.stages(unit)
-        self.bytes[group, inward] += wire_bytes(job.sent if inward else job.reduced, self.numel(unit)) / stages
+        stages = self.stages(unit)
+        self.bytes[group, inward] += self._wire_bytes(unit, inward) / stages
         return self.fluid.run(self.numel(unit) / self.servers.count / stages, self._uses(group, inward, unit))
 
     def replicate(self, unit: int) -> simpy.Event:

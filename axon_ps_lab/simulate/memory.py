@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from axon_ps.optim.registry import create
 from axon_ps.sharding.memory import slice_bytes
+from axon_ps.sharding.traffic import BUFFERS
 from axon_ps_lab.simulate.scenario import Scenario
-from axon_ps_lab.simulate.tables import BUFFERS, DTYPES, WorkersTable
+from axon_ps_lab.simulate.tables import DTYPES, WorkersTable
 
 _F32 = 4
 

@@ -15,11 +15,12 @@ import simpy
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.shard.client.line import filling_s
+from axon_ps.sharding.traffic import BUFFERS, fitting
 from axon_ps_lab.simulate.cluster import Cluster, Hosts
 from axon_ps_lab.simulate.fluid import Process, Resource
 from axon_ps_lab.simulate.profile import Profile
 from axon_ps_lab.simulate.scenario import Scenario
-from axon_ps_lab.simulate.tables import BUFFERS, DTYPES, WorkersTable, wire_bytes
+from axon_ps_lab.simulate.tables import DTYPES, WorkersTable
 
 _FORWARD = 1 / 3  # of compute; backward makes two products for forward's one
 _SHORT = 0.5  # of a step; a resource in use for longer limits the step
@@ -146,6 +147,10 @@ class _Worker:
         under_way = round(hosts.received.capacity * filling_s(cluster.rtt_s)) if cluster.far else 0
         self._budget = BUFFERS * largest * self._itemsize + under_way  # bytes of parameters, without the root
         self._buffers = BUFFERS * largest * self._wire_itemsize + under_way  # bytes of buffers of gathers
+        in_use = self._itemsize + (self._wire_itemsize if self._buffered else 0)  # of an element that is unsharded
+        sizes = [numel * in_use for numel in self._numel[1:]]
+        self._staying = len(sizes) - fitting(reversed(sizes), self._budget)  # units after it stay for backward
+        self._first = fitting([0, *sizes], self._budget)  # units before it are gathered before the decision
         self._capacity = BUFFERS * largest + under_way // self._itemsize  # elements of gradients
         self._pushing: dict[simpy.Event, int] = {}  # elements of each push
         self._permits = {way: simpy.Resource(self._env, 1) for way in (True, False)} if cluster.far else {}
@@ -161,7 +166,7 @@ class _Worker:
     def _in_node(self, unit: int) -> simpy.Event:
         """Share a unit among a node's devices, or sum its gradients, by a ring: (N - 1) / N of the bytes each way."""
         devices = self._kind.devices
-        size_bytes = wire_bytes(self._cluster.scenario.job.compute, self._numel[unit])
+        size_bytes = self._itemsize * self._numel[unit]
         return self._env.timeout(size_bytes * (devices - 1) / devices / (self._kind.device_gb_per_s * 1e9))
 
     @contextmanager
@@ -230,17 +235,6 @@ class _Worker:
                 return
             self._start(unit, step)
 
-    def _needed_soon(self, unit: int, upcoming: Iterable[int]) -> bool:
-        free_bytes = self._budget
-        for other in dict.fromkeys(upcoming):
-            by_element = self._itemsize + (self._wire_itemsize if self._buffered else 0)
-            free_bytes -= self._numel[other] * by_element if other else 0
-            if free_bytes < 0:
-                return False
-            if other == unit:
-                return True
-        return False
-
     # ------------------------------------------------------------------ a step
 
     def _wait(self, what: str, event: simpy.Event) -> Process:
@@ -280,17 +274,13 @@ class _Worker:
             step = self._job.step(number)
             yield from self._wait("decision", self._job.vote(number))
             self._pushing, self._have = {}, expected
-            self._prefetch(self._first(), step)
+            self._prefetch(range(len(self._numel)), step)
             self._end_step()
 
     def _end_step(self) -> None:
         moved = self._cluster.bytes[self._hosts, True], self._cluster.bytes[self._hosts, False]
         waits, used = tuple(self.waits.values()), self._cluster.used()
         self.totals.append(_Total(self._env.now, waits, moved, self._cluster.server_cpu_s, used))
-
-    def _first(self) -> Iterator[int]:
-        yield 0
-        yield from self._blocks
 
     def _forward(self) -> Process:
         backward = list(reversed(self._blocks))
@@ -299,7 +289,7 @@ class _Worker:
             upcoming = [*range(unit + 1, len(self._numel)), *backward]
             yield from self._need(unit, upcoming)
             yield self._compute(unit, _FORWARD)
-            if not self._needed_soon(unit, upcoming):
+            if unit <= self._staying:
                 self._reshard(unit)
             self._prefetch(upcoming)
         yield self._compute(0, _FORWARD)
@@ -324,7 +314,7 @@ class _Worker:
             return
         if not self._resident and unit:
             used = self._used(self._have) + self._used(expected)
-            if not self._needed_soon(unit, self._first()) or used + self._numel[unit] * self._itemsize > self._budget:
+            if unit >= self._first or used + self._numel[unit] * self._itemsize > self._budget:
                 return
         step, order = self._job.step(number), self._in_order
         expected[unit] = self._env.process(

@@ -7,17 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
-from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim.registry import create
 from axon_ps.types import WIRE_DTYPES
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "local_steps")
-BUFFERS = 2
-"""Buffers of the size of the largest unit, for parameters and for gradients.
-
-It is equal to `parallel.fsdp.gathering.BUFFERS`, which cannot be imported without PyTorch.
-"""
 DTYPES = {dtype.torch_name: dtype for dtype in WIRE_DTYPES}
 _ETHERNET, _IP_AND_TCP = 14, 52  # bytes of headers; TCP's with timestamps
 _FLOPS = 6
@@ -237,11 +231,6 @@ class Failures:
 
 
 Table: TypeAlias = ModelTable | Job | WorkersTable | Servers | Network | Failures
-
-
-def wire_bytes(wire: str, numel: int) -> int:
-    """Return the bytes of so many elements in a wire form."""
-    return DTYPES[wire].itemsize * numel if wire in DTYPES else compressor(wire).compressed_bytes(numel)
 
 
 def _at_least(table: Any, where: str, **least: float) -> None:

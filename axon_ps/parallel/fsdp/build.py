@@ -22,7 +22,6 @@ from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.parallel.fsdp.arguments import Arguments
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
-from axon_ps.parallel.fsdp.gathering import BUFFERS
 from axon_ps.parallel.fsdp.hybrid.node import NodeRuntime, NodeSteps
 from axon_ps.parallel.fsdp.hybrid.node_groups import WorldNodeGroups
 from axon_ps.parallel.fsdp.memory import BufferPool, host_empty
@@ -43,6 +42,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import default_options
+from axon_ps.sharding.traffic import BUFFERS
 from axon_ps.types import Grouping
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import World, world_of

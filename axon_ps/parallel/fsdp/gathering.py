@@ -23,9 +23,7 @@ from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.markers import Markers
-
-BUFFERS = 2
-"""Limit of the prefetched gathers, and of the pushes under way, as a multiple of the largest unit."""
+from axon_ps.sharding.traffic import BUFFERS
 
 _NOTHING = contextlib.nullcontext()
 

@@ -19,6 +19,7 @@ from axon_ps.parallel import (
     FSDP,
     SGD,
     CPUOffload,
+    MixedPrecision,
     ShardingStrategy,
     TrafficEstimate,
     estimate,
@@ -45,6 +46,20 @@ def step_bytes(world: World, **options: Any) -> tuple[int, int]:
         counted.append((numbers["wire_bytes_in"], numbers["wire_bytes_out"]))
     (gathered, pushed), (before, pushed_before) = counted[-1], counted[-2]
     return int(gathered - before), int(pushed - pushed_before)
+
+
+@pytest.mark.parametrize("precision", [{}, {"wire_dtype": torch.bfloat16}, {"wire_dtype": "int8"}])
+def test_units_that_need_buffers_stay_in_smaller_number(precision: dict[str, Any]) -> None:
+    options = {"mixed_precision": MixedPrecision(**precision), "unit_types": {Block}}
+
+    def run(world: World) -> tuple[tuple[int, int], TrafficEstimate]:
+        return step_bytes(world, sharding_strategy=FULL, mixed_precision=options["mixed_precision"]), estimate(
+            Model(), world, **options
+        )
+
+    [((received, sent), expected)] = run_threads(run, 1)
+    assert received == pytest.approx(expected.of(FULL).received_bytes, rel=0.02)
+    assert sent == pytest.approx(expected.of(FULL).sent_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
@@ -86,11 +101,14 @@ def test_an_estimate_is_a_table_before_a_job_runs() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(8)))
     made = estimate(model, workers=16, nodes=2, unit_types={nn.Linear}, mixed_precision=torch.bfloat16)
-    numels = 8 * (2 * 8 - 2) * 10**6, 8 * 8 * 10**6
+    numels = 8 * (2 * 8 - 1) * 10**6, 8 * 8 * 10**6
     assert (made.of(FULL).received_bytes, made.of(FULL).sent_bytes) == (2 * numels[0], 2 * numels[1])
     assert (made.of(HYBRID).received_bytes, made.of(HYBRID).sent_bytes) == (16 * 10**6, 16 * 10**6)
-    assert "FULL_SHARD          224 MB    128 MB" in str(made)
+    assert "FULL_SHARD          240 MB    128 MB" in str(made)
     assert str(made).splitlines()[-1].startswith("chosen: ")
+    assert estimate(model, workers=16, nodes=2, unit_types={nn.Linear}, gpus=False).of(FULL).received_bytes == (
+        4 * 8 * (2 * 8 - 2) * 10**6
+    ), "values that come into no buffers leave memory for one more unit"
     with pytest.raises(InvalidRequest, match="workers is 3 and nodes 2"):
         estimate(model, workers=3, nodes=2)
 

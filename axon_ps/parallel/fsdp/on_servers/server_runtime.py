@@ -17,7 +17,6 @@ from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, check_unchanged, release_held
 from axon_ps.parallel.fsdp.forwards import in_reentrant_checkpoint
-from axon_ps.parallel.fsdp.gathering import BUFFERS
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.on_servers.sent_step import SentStep
 from axon_ps.parallel.fsdp.on_servers.served_masters import ServedMasters
@@ -28,6 +27,7 @@ from axon_ps.parallel.fsdp.steps import Position, Steps, StepStatus
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.markers import profiled
 from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.sharding.traffic import BUFFERS
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo, info_from_json, info_to_json

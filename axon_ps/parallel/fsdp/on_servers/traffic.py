@@ -1,15 +1,4 @@
-"""The bytes that the workers of a node exchange with shard servers in a step, and the strategy chosen by them.
-
-P    parameters of the model, T of them trainable; r the root; b the last two units, which stay for backward
-w    bytes of an element as gathered, g of a gradient as sent, without compression; G workers of a node
-
-strategy        from the servers                              to the servers
-FULL_SHARD      G·w·(2P - r - b); with PARAMS G·w·T           G·g·T
-SHARD_GRAD_OP   G·w·T                                         G·g·T
-HYBRID_SHARD    w·T                                           g·T
-
-A server on the same host takes its part without the network.
-"""
+"""The strategy chosen by the workers of each node, and the bytes by strategy, as a table and in the log."""
 
 from __future__ import annotations
 
@@ -28,7 +17,9 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
+from axon_ps.parallel.precision import TORCH_DTYPES, MixedPrecision
 from axon_ps.sharding.precision import WirePrecision
+from axon_ps.sharding.traffic import ModuleBytes, node_traffic
 from axon_ps.types import Member, Membership
 from axon_ps.worker.world import World
 
@@ -39,7 +30,7 @@ _FULL, _HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTraffic:
-    """One row of the table in the module's docstring.
+    """The traffic of a strategy; see `sharding.traffic`.
 
     Attributes:
         strategy: the sharding strategy.
@@ -85,7 +76,7 @@ def estimate(
     *,
     workers: int = 1,
     nodes: int = 1,
-    gpus: bool = True,
+    gpus: bool | None = None,
     **options: Any,
 ) -> TrafficEstimate:
     """Estimate the bytes that a node exchanges with shard servers in a step, by strategy; also before a job runs.
@@ -95,7 +86,7 @@ def estimate(
         world: the workers; None = `workers` on `nodes`, as many on each.
         workers: number of workers.
         nodes: number of nodes.
-        gpus: True if workers have GPUs.
+        gpus: True if workers have GPUs; None = as in this process if a world is given, or else True.
         options: of `FullyShardedDataParallel`: `unit_types`, `auto_wrap_policy`, `mixed_precision`, `cpu_offload`,
             `ignored_parameters`.
 
@@ -110,41 +101,60 @@ def estimate(
     is_unit = known["auto_wrap_policy"] or (lambda child: isinstance(child, known["unit_types"]))
     units = wrap.partition(module, is_unit, known.get("ignored_parameters", ()))
     sizes = [workers // nodes] * nodes if world is None else _sizes(world.membership.workers)
-    precision = known["mixed_precision"].wire(wrap.widest_dtype(units))
+    if gpus is None:
+        gpus = world is None or torch.cuda.is_available()
+    precision = known["mixed_precision"]
+    wire = precision.wire(wrap.widest_dtype(units))
     strategy, why = chosen(sizes, gpus=gpus)
-    rows = traffic(units, precision, max(sizes), offloads=known["cpu_offload"].offloads_params)
+    offloads = known["cpu_offload"].offloads_params
+    rows = traffic(units, precision, wire, max(sizes), offloads=offloads, on_device=gpus)
     return TrafficEstimate(rows=rows, strategy=strategy, why=why)
 
 
 def traffic(
-    units: Sequence[wrap.WrappedUnit], precision: WirePrecision, workers: int, *, offloads: bool = False
+    units: tuple[wrap.WrappedUnit, ...],
+    precision: MixedPrecision,
+    wire: WirePrecision,
+    workers: int,
+    *,
+    offloads: bool,
+    on_device: bool,
 ) -> tuple[NodeTraffic, ...]:
     """Compute the traffic of a node of `workers` workers.
 
     Args:
         units: the units of the model, the root first.
-        precision: dtypes on the wire.
+        precision: dtypes of compute.
+        wire: the form of parameters and gradients on the wire.
         workers: G.
         offloads: True if FULL_SHARD has copies of the parameters on the host.
+        on_device: True if parameters compute on a GPU.
     """
-    by_owner = Counter[str]()
+    by_owner: dict[str, list[wrap.WrappedUnit]] = {"": []}
     for wrapped in units:
-        by_owner[wrapped.owner] += wrapped.unit.numel
-    inner = [numel for owner, numel in by_owner.items() if owner]
-    trainable = sum(wrapped.unit.numel for wrapped in units if wrapped.unit.trainable)
-    gathered_twice = 2 * by_owner.total() - by_owner[""] - sum(inner[-2:])
-    numels = {
-        _FULL: (workers * (trainable if offloads else gathered_twice), workers * trainable),
-        ShardingStrategy.SHARD_GRAD_OP: (workers * trainable, workers * trainable),
-        _HYBRID: (trainable, trainable),
-    }
-    return tuple(
-        NodeTraffic(
-            strategy=strategy,
-            received_bytes=precision.param.itemsize * received,
-            sent_bytes=precision.grad.itemsize * sent,
+        by_owner.setdefault(wrapped.owner, []).append(wrapped)
+    arriving = (
+        TORCH_DTYPES[wire.param] if wire.param_compression is None else precision.compute(wrap.widest_dtype(units))
+    )
+
+    def module_bytes(owned: Sequence[wrap.WrappedUnit]) -> ModuleBytes:
+        own = [wrapped.unit for wrapped in owned]
+        dtypes = [precision.compute(TORCH_DTYPES[unit.parameters[0].dtype]) for unit in own]
+        return ModuleBytes.of(
+            own,
+            wire,
+            flat=sum(unit.numel * dtype.itemsize for unit, dtype in zip(own, dtypes, strict=True)),
+            buffers=sum(
+                unit.numel * arriving.itemsize
+                for unit, dtype in zip(own, dtypes, strict=True)
+                if on_device or dtype != arriving
+            ),
         )
-        for strategy, (received, sent) in numels.items()
+
+    found = node_traffic([module_bytes(owned) for owned in by_owner.values()], workers, offloads=offloads)
+    return tuple(
+        NodeTraffic(strategy=ShardingStrategy[name], received_bytes=received, sent_bytes=sent)
+        for name, (received, sent) in found.items()
     )
 
 
@@ -177,13 +187,14 @@ def strategy_for(given: Arguments, members: Sequence[Member], device: torch.devi
     return chosen(_sizes(members), gpus=cuda.memory().is_device(device))
 
 
-def log_choice(wrapping: wrap.Wrapping, units: Sequence[wrap.WrappedUnit], membership: Membership, why: str) -> None:
+def log_choice(wrapping: wrap.Wrapping, units: tuple[wrap.WrappedUnit, ...], membership: Membership, why: str) -> None:
     """Log the strategy that was chosen, with the reason `why`, or warn of a given strategy that moves many more bytes.
 
     On one host with all shard servers nothing moves between hosts.
     """
     workers = max(_sizes(membership.workers), default=1)
-    rows = traffic(units, wrapping.spec.precision, workers, offloads=wrapping.offload.offloads_params)
+    offloads, on_device = wrapping.offload.offloads_params, wrapping.on_device
+    rows = traffic(units, wrapping.precision, wrapping.spec.precision, workers, offloads=offloads, on_device=on_device)
     if why:
         listed = "; ".join(map(str, rows))
         _logger.info("model %r: %s, since %s. A node and step: %s", wrapping.name, wrapping.strategy.name, why, listed)

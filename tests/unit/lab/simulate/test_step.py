@@ -6,9 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel import MixedPrecision, ShardingStrategy, estimate
 from axon_ps_lab.simulate.profile import Profile, WireCost
 from axon_ps_lab.simulate.scenario import Scenario
 from axon_ps_lab.simulate.step import StepTimes, play
@@ -63,6 +66,25 @@ def test_a_step_moves_the_bytes_of_the_formulas(strategy: str, received: int) ->
     assert step.sent_bytes == pytest.approx(4 * NUMEL)
     kept = played("full_shard", job={"offload_params": True})
     assert kept.received_bytes == pytest.approx(4 * NUMEL)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@pytest.mark.parametrize(("compute", "wire"), [("float32", ""), ("float32", "bfloat16"), ("bfloat16", "int8")])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
+def test_a_step_moves_what_is_estimated_of_such_a_model(strategy: str, compute: str, wire: str, device: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(BLOCK, 1, bias=False) for _ in range(BLOCKS)))
+        model.register_parameter("root", nn.Parameter(torch.empty(ROOT)))
+    precision = MixedPrecision(
+        param_dtype=getattr(torch, compute), wire_dtype={"": None, "bfloat16": torch.bfloat16}.get(wire, wire)
+    )
+    expected = estimate(
+        model, workers=4, nodes=4, unit_types={nn.Linear}, mixed_precision=precision, gpus=device == "gpu"
+    )
+    row = expected.of(ShardingStrategy[strategy.upper()])
+    step = played(strategy, job={"compute": compute, "wire": wire}, workers={"device": device})
+    assert step.received_bytes == pytest.approx(row.received_bytes)
+    assert step.sent_bytes == pytest.approx(row.sent_bytes)
 
 
 def test_between_two_hosts_with_the_servers_what_comes_last_is_computed_with_last() -> None:
