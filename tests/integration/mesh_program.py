@@ -187,7 +187,7 @@ def main() -> None:
         "names": sorted(ours) == sorted(theirs),
         "boxes": [len(boxes), max(boxes, default=0.0)],
         "version": sharded_model(model).version,
-        "losses": list(map(float, losses)),
+        "losses": [float(torch.as_tensor(loss).detach()) for loss in losses],
         "norms": norms,
     }
     out.with_name(f"{out.name}.{dist.get_rank()}").write_text(json.dumps(result))
