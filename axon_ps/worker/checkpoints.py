@@ -203,5 +203,6 @@ class Checkpoints:
 
     @property
     def _is_first(self) -> bool:
-        """True if this is the worker of lowest rank."""
-        return [self._coordinator.rank] == [worker.rank for worker in self._view.membership.workers[:1]]
+        """True if this is the worker of lowest rank of those in a replica."""
+        first = self._view.membership.first_worker
+        return first is not None and first.rank == self._coordinator.rank
