@@ -76,6 +76,11 @@ class Parameter:
         """The tensor that it is a box of. A whole tensor is the box that covers it."""
         return self.whole or Whole(name=self.name, shape=self.shape, begin=(0,) * len(self.shape), aliases=self.aliases)
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Its place in its tensor, as an index."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.tensor.begin, self.shape, strict=True))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
@@ -89,6 +94,19 @@ class Unit:
     def numel(self) -> int:
         """Elements of the unit."""
         return sum(p.numel for p in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSet:
+    """Units that have all boxes of their tensors, as few as possible. Without boxes that is one unit.
+
+    Attributes:
+        units: their numbers.
+        tensors: the whole tensors in the order of their first boxes, each as if it were the only parameter of a unit.
+    """
+
+    units: tuple[int, ...]
+    tensors: tuple[Parameter, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +166,41 @@ class Layout:
         for i, unit in enumerate(self.units):
             for p in unit.parameters:
                 yield i, p
+
+    @cached_property
+    def unit_sets(self) -> tuple[UnitSet, ...]:
+        """The units, those with boxes of the same tensor together, in the order of each set's first unit."""
+        first = list(range(len(self.units)))  # of each unit, an earlier one of its set; of the first one, itself
+
+        def first_of(unit: int) -> int:
+            while first[unit] != unit:
+                unit = first[unit] = first[first[unit]]
+            return unit
+
+        tensors: dict[str, Parameter] = {}
+        home: dict[str, int] = {}
+        for unit, p in self.parameters():
+            whole = p.tensor
+            if whole.name not in home:
+                tensors[whole.name] = Parameter(
+                    name=whole.name, shape=whole.shape, offset=0, dtype=p.dtype, aliases=whole.aliases
+                )
+            a, b = sorted((first_of(home.setdefault(whole.name, unit)), first_of(unit)))
+            first[b] = a
+        units: dict[int, list[int]] = {}
+        for unit in range(len(self.units)):
+            units.setdefault(first_of(unit), []).append(unit)
+        names: dict[int, list[str]] = {}
+        for name, unit in home.items():
+            names.setdefault(first_of(unit), []).append(name)
+        return tuple(
+            UnitSet(units=tuple(units[key]), tensors=tuple(tensors[name] for name in names[key])) for key in units
+        )
+
+    @cached_property
+    def tensors(self) -> tuple[Parameter, ...]:
+        """The whole tensors of all sets of units."""
+        return tuple(tensor for found in self.unit_sets for tensor in found.tensors)
 
     @cached_property
     def digest(self) -> str:

@@ -1,4 +1,4 @@
-"""The ranges of units that shard servers own, and the moves between two layouts.
+"""The ranges of units that shard servers own.
 
 The plan is a pure function of (layout, number of servers, options), so coordinator, servers and workers each
 compute it and agree. A large unit is cut into one slice per server. Their sizes differ by less than two alignment
@@ -180,55 +180,4 @@ def _cut(unit: int, numel: int, owners: list[int], options: PlanOptions) -> tupl
         Slice(unit=unit, server=server, begin=begin, end=end)
         for server, begin, end in zip(owners, bounds[:-1], bounds[1:], strict=True)
         if end > begin
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Move:
-    """Copy `numel` elements from (source_unit, source_begin) of an old layout to (unit, begin) of a new one."""
-
-    source_unit: int
-    source_begin: int
-    unit: int
-    begin: int
-    numel: int
-
-
-def moves_into(target: Slice, new: Layout, old: Layout) -> tuple[Move, ...]:
-    """Return the moves that fill `target`, a slice under the layout `new`, from data in the layout `old`.
-
-    Parameters are matched by name, so the model may have been wrapped into other units. Neighbouring moves are joined.
-
-    Raises:
-        InvalidRequest: `old` lacks a parameter, or has it in another shape.
-    """
-    home = {name: (u, p) for u, p in old.parameters() for name in (p.name, *p.aliases)}
-    moves: list[Move] = []
-    for p in new.units[target.unit].parameters:
-        begin, end = max(p.offset, target.begin), min(p.end, target.end)
-        if begin >= end:
-            continue
-        source_unit, q = home.get(p.name, (-1, p))
-        if source_unit < 0:
-            raise InvalidRequest(f"the checkpoint has no parameter {p.name!r}; it was saved from another model")
-        if q.shape != p.shape:
-            raise InvalidRequest(
-                f"parameter {p.name!r} has shape {q.shape} in the checkpoint and {p.shape} in the model"
-            )
-        source_begin = q.offset + begin - p.offset
-        numel = end - begin
-        if moves and _continues(moves[-1], source_unit, source_begin, begin):
-            last = moves.pop()
-            source_begin, begin, numel = last.source_begin, last.begin, last.numel + numel
-        moves.append(
-            Move(source_unit=source_unit, source_begin=source_begin, unit=target.unit, begin=begin, numel=numel)
-        )
-    return tuple(moves)
-
-
-def _continues(last: Move, source_unit: int, source_begin: int, begin: int) -> bool:
-    return (last.source_unit, last.source_begin + last.numel, last.begin + last.numel) == (
-        source_unit,
-        source_begin,
-        begin,
     )

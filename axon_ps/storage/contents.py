@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -31,6 +33,7 @@ from safetensors import SafetensorError, deserialize
 from axon_ps.errors import CheckpointCorrupt, InvalidRequest
 from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.observe.work import LongWork
+from axon_ps.sharding.moves import Move
 from axon_ps.sharding.plan import Slice
 from axon_ps.storage.checkpoint import FileEntry, SafetensorsReader, open_checked, sized
 from axon_ps.storage.files import open_store
@@ -43,6 +46,13 @@ UPDATES: Final = "updates"
 
 TREE: Final = "tree"
 """The tensor of a worker's own state that has its JSON: u8[bytes]."""
+
+
+BLOCK_NUMEL: Final = 1 << 20
+"""Most elements that are read at once of what is copied run by run."""
+
+_GAP_NUMEL: Final = 1 << 14
+"""Elements between two runs, up to which they are read together: this many cost as much as a call."""
 
 
 def tensor_name(unit: int, begin: int, name: str = PARAM) -> str:
@@ -80,6 +90,14 @@ class OpenSlices:
         """Return the number of updates of each parameter of a slice's unit, which must be trainable."""
         return self._updates[s]
 
+    def updates_in(self, move: Move) -> int:
+        """Return the number of updates of the parameter that a move begins to read from; 0 if it was frozen."""
+        unit = self.manifest.layout.units[move.source_unit]
+        if not unit.trainable:
+            return 0
+        s, _ = next(parts_of(self.manifest, move))
+        return self.updates(s)[bisect_right(unit.parameters, move.source_begin, key=lambda p: p.offset) - 1]
+
     def read_into(self, s: Slice, begin: int, out: Array, name: str = PARAM) -> bool:
         """Fill `out`, f32[m], with the parameters or a moment of a slice, from an element of its unit on.
 
@@ -94,6 +112,32 @@ class OpenSlices:
             return False
         reader.read_into(tensor, begin - s.begin, out)
         return True
+
+    def copy(self, move: Move, out: Array, begin: int, name: str = PARAM) -> None:
+        """Copy what a move brings of the parameters or of a moment. What has no such moment stays as it is.
+
+        Args:
+            move: from this checkpoint's layout.
+            out: f32[m], a part of the unit that it leads to.
+            begin: the element of that unit with which `out` begins.
+            name: the moment.
+
+        Raises:
+            CheckpointError: it could not be read.
+        """
+        for s, part in parts_of(self.manifest, move):
+            near = part.source_step - part.numel <= _GAP_NUMEL
+            together = max(1, (BLOCK_NUMEL - part.numel) // part.source_step + 1) if part.rows > 1 and near else 1
+            for first in range(0, part.rows, together):
+                rows = min(together, part.rows - first)
+                at, source = part.begin - begin + first * part.step, part.source_begin + first * part.source_step
+                if rows == 1:
+                    self.read_into(s, source, out[at : at + part.numel], name)
+                    continue
+                values = np.empty((rows - 1) * part.source_step + part.numel, np.float32)
+                if self.read_into(s, source, values, name):
+                    runs = _runs(values, part.source_step, rows, part.numel)
+                    _runs(out[at:], part.step, rows, part.numel)[:] = runs
 
     def open(self, file: int, slices: Collection[Slice], throttle: Throttle, work: LongWork | None) -> None:
         """Open one of the manifest's files, and check these slices in it.
@@ -115,6 +159,21 @@ class OpenSlices:
                 _check_tensor(reader, tensor, s.numel, count)
             if count is not None:
                 self._updates[s] = _updates(reader, tensor_name(s.unit, s.begin, UPDATES), count)
+
+
+def _runs(values: Array, step: int, rows: int, numel: int) -> Array:
+    """Return a view of runs of elements at equal distances, as rows."""
+    assert (rows - 1) * step + numel <= len(values), "all runs are inside"
+    return np.lib.stride_tricks.as_strided(values, (rows, numel), (step * values.itemsize, values.itemsize))
+
+
+def parts_of(manifest: Manifest, move: Move) -> Iterator[tuple[Slice, Move]]:
+    """Yield the slices of a manifest's plan that a move reads from, each with the part that is read from it."""
+    slices = manifest.plan.slices[move.source_unit]
+    first = bisect_right(manifest.plan.ends_of[move.source_unit], move.source_begin)
+    for s in itertools.takewhile(lambda s: s.begin < move.source_end, slices[first:]):
+        for part in move.read_from(s.begin, s.end):
+            yield s, part
 
 
 def open_slices(

@@ -1,7 +1,8 @@
 """A checkpoint's parameters as safetensors files, as Hugging Face and plain PyTorch load them.
 
-Tensors are named as in the user's module and shaped as there. Tied parameters appear once, under their first name.
-Values are read and written a few MiB at a time, so the memory needed does not grow with the model.
+Tensors are named as in the user's module and shaped as there, also those that the servers have as boxes. Tied
+parameters appear once, under their first name. Values are read and written a few MiB at a time, so the memory needed
+does not grow with the model.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from safetensors import deserialize
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import LongWork
 from axon_ps.sharding.layout import Parameter
+from axon_ps.sharding.moves import Places
 from axon_ps.storage.checkpoint import TensorSpec, create_file
-from axon_ps.storage.contents import OpenSlices, open_slices, read_attached
+from axon_ps.storage.contents import BLOCK_NUMEL, OpenSlices, open_slices, read_attached
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.manifest import Manifest, read_manifest
 from axon_ps.types import BUFFERS, NUMBERS, WIRE_DTYPES, Array, DType, parse_dtype
-
-BLOCK_NUMEL = 1 << 20
-"""Elements converted at a time."""
 
 _logger = logging.getLogger(__name__)
 
@@ -75,13 +74,11 @@ class Export:
     """A parameter or buffer of a checkpoint, and the tensor that it becomes.
 
     Attributes:
-        unit: number of a parameter's unit; -1 for a buffer.
-        parameter: the parameter; None = it is a buffer.
+        parameter: the whole tensor, one of `Layout.tensors`; None = it is a buffer.
         tensor: name, dtype and shape in the file.
         values: those of a buffer, in storage dtype.
     """
 
-    unit: int
     parameter: Parameter | None
     tensor: TensorSpec
     values: Array | None = field(default=None, compare=False, repr=False)
@@ -99,16 +96,12 @@ def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> lis
         InvalidRequest: no parameter has the prefix.
     """
     found = [
-        Export(
-            unit=unit,
-            parameter=p,
-            tensor=TensorSpec(name=p.name.removeprefix(prefix), dtype=dtype or p.dtype, shape=p.shape),
-        )
-        for unit, p in manifest.layout.parameters()
+        Export(parameter=p, tensor=TensorSpec(name=p.name.removeprefix(prefix), dtype=dtype or p.dtype, shape=p.shape))
+        for p in manifest.layout.tensors
         if p.name.startswith(prefix)
     ]
     if not found:
-        names = [p.name for _, p in manifest.layout.parameters()]
+        names = [p.name for p in manifest.layout.tensors]
         raise InvalidRequest(f"no parameter's name begins with {prefix!r}; the first ones are {', '.join(names[:3])}")
     return [*found, *_buffers(manifest, dtype, prefix, {export.tensor.name for export in found})]
 
@@ -129,7 +122,6 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
         values: Array = np.frombuffer(bytes(tensor["data"]), retained.numpy)
         written = dtype if dtype is not None and retained is DType.F32 else retained
         yield Export(
-            unit=-1,
             parameter=None,
             tensor=TensorSpec(name=name.removeprefix(prefix), dtype=written, shape=tuple(tensor["shape"])),
             values=_converted(values, written) if retained is DType.F32 else values,
@@ -152,7 +144,7 @@ def write_exports(
         StorageFull: no space left for a file. Nothing of it remains.
         CheckpointError: a file could not be read or written.
     """
-    sizes = {}
+    sizes, places = {}, Places(source.manifest.layout)
     for name, exports in files.items():
         with create_file(store, name, [e.tensor for e in exports], {"format": "pt"}, work=work) as writer:
             for export in exports:
@@ -160,7 +152,7 @@ def write_exports(
                     assert export.values is not None
                     writer.write(export.tensor.name, export.values)
                     continue
-                for values in _values(source, export.unit, export.parameter):
+                for values in _values(source, places, export.parameter):
                     writer.write(export.tensor.name, _converted(values, export.tensor.dtype))
         sizes[name] = writer.entry(name).bytes
     return sizes
@@ -177,14 +169,14 @@ def _target(target: str) -> tuple[FileStore, str]:
     return open_store(directory or ("/" if target.startswith("/") else ".")), name
 
 
-def _values(source: OpenSlices, unit: int, parameter: Parameter) -> Iterator[Array]:
-    """Yield the elements of one parameter in order, f32, block by block."""
-    for owned in source.manifest.plan.slices[unit]:
-        begin, end = max(owned.begin, parameter.offset), min(owned.end, parameter.end)
-        for first in range(begin, end, BLOCK_NUMEL):
-            values = np.empty(min(first + BLOCK_NUMEL, end) - first, np.float32)
-            source.read_into(owned, first, values)
-            yield values
+def _values(source: OpenSlices, places: Places, tensor: Parameter) -> Iterator[Array]:
+    """Yield the elements of one whole tensor in order, f32, block by block."""
+    for begin in range(0, tensor.numel, BLOCK_NUMEL):
+        end = min(begin + BLOCK_NUMEL, tensor.numel)
+        values = np.empty(end - begin, np.float32)
+        for move in places.moves_of(0, tensor, begin, end):
+            source.copy(move, values, begin)
+        yield values
 
 
 def _converted(values: Array, dtype: DType) -> Array:

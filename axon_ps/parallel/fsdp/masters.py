@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -21,7 +21,7 @@ class Masters(ABC):
     """The values that a model's optimizer updates, and the workers that have the model."""
 
     @abstractmethod
-    def units(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
+    def units(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
         """Yield the values of these units, f32[unit_numel]; see `FullyShardedDataParallel.full_parameters`."""
 
     @abstractmethod

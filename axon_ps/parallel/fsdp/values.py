@@ -18,7 +18,7 @@ from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.checkpoints.buffers import ServedBuffers
 from axon_ps.parallel.fsdp.forwards import check_idle
 from axon_ps.parallel.fsdp.masters import TORN
-from axon_ps.parallel.fsdp.mesh.boxes import assembled, box_in, is_divided, like
+from axon_ps.parallel.fsdp.mesh.boxes import box_in, is_divided, like
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
@@ -99,9 +99,18 @@ class WrappedValues:
 
     def full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `FullyShardedDataParallel.full_parameters`."""
-        if self._lines is None:
-            return ((names[0], value) for names, _, value in self._boxes())
-        return assembled(self._layout, self._runtime.masters.units(range(len(self._layout.units))))
+        sets = self._layout.unit_sets
+        units = self._runtime.masters.units(unit for found in sets for unit in found.units)
+        for found in sets:
+            values: dict[str, torch.Tensor] = {}
+            for unit, flat in zip(found.units, itertools.islice(units, len(found.units)), strict=True):
+                for p in self._layout.units[unit].parameters:
+                    value = flat[p.offset : p.end].view(p.shape)
+                    if p.whole is None:
+                        values[p.name] = value
+                    else:
+                        values.setdefault(p.whole.name, flat.new_empty(p.whole.shape))[p.box] = value
+            yield from ((tensor.name, values[tensor.name]) for tensor in found.tensors)
 
     def _boxes(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter, torch.Tensor]]:
         """Yield the parameters of this worker, with their names and the values that are its own, f32."""

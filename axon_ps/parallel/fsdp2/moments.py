@@ -21,6 +21,8 @@ from axon_ps.errors import CheckpointError, ConfigurationError, InvalidRequest
 from axon_ps.optim.registry import create, initial_states
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.optim import ServerOptimizer, in_our_names
+from axon_ps.sharding.moves import Places
+from axon_ps.storage.contents import open_slices
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
 from axon_ps.types import OptimizerSpec
 from axon_ps.worker.world import world_of
@@ -101,17 +103,21 @@ def read(model: FullyShardedDataParallel, states: States) -> None:
     """
 
     def fill() -> None:
-        full, manifest = _full_model(model, directory)
+        manifest = read_manifest(directory).section(model.name)
         if manifest.optimizer is None:  # no step was made
             return
-        for flat in (flat for flat in model.runtime.flats if flat.trainable):
-            arrays, updates = full.moments(flat.index)
-            for spec, param, count in zip(flat.unit.parameters, flat.params, updates, strict=True):
-                for name, tensor in states.get(param, {}).items():
+        places, first, params = Places(manifest.layout), initial_states(manifest.optimizer), _params_of(model)
+        with open_slices(manifest, manifest.plan.numbered) as source:
+            for whole in manifest.layout.tensors:
+                param = params.get(whole.name)
+                for name, tensor in (states.get(param, {}) if param is not None else {}).items():
                     if name == _STEP:
-                        tensor.fill_(count)
-                    elif name in arrays:
-                        tensor.copy_(torch.from_numpy(arrays[name][spec.offset : spec.end]).view(spec.shape))
+                        tensor.fill_(sum(map(source.updates_in, places.moves_of(0, whole, 0, 1))))
+                    elif name in first:
+                        values = np.full(whole.numel, first[name], np.float32)
+                        for move in places.moves_of(0, whole, 0, whole.numel):
+                            source.copy(move, values, 0, name)
+                        tensor.copy_(torch.from_numpy(values).view(whole.shape))
 
     with _checkpoint(model, _READ, lambda directory: None) as directory:
         model.runtime.masters.together(_READ, fill)
@@ -128,6 +134,12 @@ def check(
     """
 
     def check_all() -> None:
+        params = _params_of(model)
+        if elsewhere := next((t.name for t in model.spec.layout.tensors if t.name not in params), None):
+            raise InvalidRequest(
+                f"the moments of a whole model are loaded, and {elsewhere!r} is not in this stage of it; load a "
+                "checkpoint, which all stages have in common: sharded_model(model).load_checkpoint(uri, optimizer)"
+            )
         for param, state in states.items():
             _check(optimizer, param, state, names.get(param, ()))
 
@@ -154,22 +166,35 @@ def write(
     def change(directory: str) -> None:
         before, manifest = _full_model(model, directory)
         full = _empty_model(model)  # a new one, since the other has digests of the moments before
-        for flat in model.runtime.flats:
-            full.set(flat.index, before.values(flat.index), manifest.version)
-            if not flat.trainable:
+        params = _params_of(model)
+        for number, unit in enumerate(model.spec.layout.units):
+            full.set(number, before.values(number), manifest.version)
+            if not unit.trainable:
                 continue
-            arrays = {name: np.full(flat.unit.numel, value, np.float32) for name, value in values.items()}
-            for of, param in zip(flat.unit.parameters, flat.params, strict=True):
+            arrays = {name: np.full(unit.numel, value, np.float32) for name, value in values.items()}
+            for of in unit.parameters:
+                param = params[of.tensor.name]
                 for name in names.get(param, ()):
                     if name in arrays and param in states:
-                        torch.from_numpy(arrays[name][of.offset : of.end]).view(of.shape).copy_(states[param][name])
-            full.set_moments(flat.index, arrays, [_updates(states.get(param, {})) for param in flat.params])
+                        moment = torch.from_numpy(arrays[name][of.offset : of.end]).view(of.shape)
+                        moment.copy_(states[param][name][of.box])
+            updates = [_updates(states.get(params[of.tensor.name], {})) for of in unit.parameters]
+            full.set_moments(number, arrays, updates)
         file = full.write(directory, manifest.version)
         changed = replace(manifest, optimizer=spec, num_servers=1, files=(file,), slices_in=(), others=())
         write_manifest(directory, changed)
 
     with _checkpoint(model, _WRITTEN, change) as directory:
         model.runtime.load(directory, optimizer)
+
+
+def _params_of(model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
+    """Return the module's parameters by the names of the tensors that they are, or have a part of."""
+    return {
+        spec.tensor.name: param
+        for flat in model.runtime.flats
+        for spec, param in zip(flat.unit.parameters, flat.params, strict=True)
+    }
 
 
 @contextmanager

@@ -41,9 +41,20 @@ class Values:
     units: tuple[Array, ...]
 
     def parameters(self) -> dict[str, Array]:
-        """Return every parameter by its first name, in layout order: a read-only view in its shape."""
+        """Return every tensor by its first name, in layout order: a read-only view in its shape, or a copy of boxes."""
         layout = self.spec.layout
-        return {p.name: self.units[u][p.offset : p.end].reshape(p.shape) for u, p in layout.parameters()}
+        found: dict[str, Array] = {}
+        for u, p in layout.parameters():
+            values = self.units[u][p.offset : p.end].reshape(p.shape)
+            if p.whole is None:
+                found[p.name] = values
+                continue
+            if p.whole.name not in found:
+                found[p.whole.name] = np.empty(p.whole.shape, values.dtype)
+            found[p.whole.name][p.box] = values
+        for array in found.values():
+            array.flags.writeable = False
+        return {tensor.name: found[tensor.name] for tensor in layout.tensors}
 
 
 class ArrivingVersion:

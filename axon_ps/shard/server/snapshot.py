@@ -3,9 +3,10 @@
 A server writes one safetensors file per model, with the slices of which it is the primary. Its format is in
 `storage.contents`. The manifest names the file of each slice.
 
-Reading goes by parameter name (`sharding.plan.moves_into`), so the job that restores may have another number of servers
-and other units. Everything wrong with a checkpoint is found in `prepare`, before `load` overwrites values. `load` reads
-from the files that `prepare` has opened and checked, so only their storage can still fail.
+Reading goes by the tensors' names (`sharding.moves`), so the job that restores may have another number of servers,
+other units, and tensors cut into other boxes. Everything wrong with a checkpoint is found in `prepare`, before `load`
+overwrites values. `load` reads from the files that `prepare` has opened and checked, so only their storage can still
+fail.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.sharding.layout import Layout
-from axon_ps.sharding.plan import Move, Slice, moves_into
+from axon_ps.sharding.moves import Move, Places
+from axon_ps.sharding.plan import Slice
 from axon_ps.storage.checkpoint import FileEntry, SafetensorsWriter, TensorSpec, create_file
-from axon_ps.storage.contents import PARAM, UPDATES, OpenSlices, open_slices, tensor_name
+from axon_ps.storage.contents import PARAM, UPDATES, OpenSlices, open_slices, parts_of, tensor_name
 from axon_ps.storage.files import open_store
 from axon_ps.storage.manifest import Manifest, file_prefix, read_manifest
 from axon_ps.types import DType, OptimizerSpec
@@ -184,22 +186,19 @@ def prepare(
             f"the checkpoint at {uri} is of version {manifest.version}; version {version} was ordered"
         )
     layout, slices = engine.spec.layout, engine.slices.copy()  # in a thread: the placement may change meanwhile
+    places = Places(manifest.layout)
     moves = {
-        number: moves_into(
-            Slice(unit=s.chunks.unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout, manifest.layout
-        )
+        number: places.moves_into(Slice(unit=s.chunks.unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout)
         for number, s in slices.items()
     }
-    old = manifest.plan.slices
-    needed = {s: None for m in moves.values() for move in m for s, _, _ in _overlaps(move, old[move.source_unit])}
+    needed = {s: None for of_slice in moves.values() for move in of_slice for s, _ in parts_of(manifest, move)}
     initial = registry.initial_states(manifest.optimizer)
     if work is not None:
         files = {manifest.file_of(s) for s in needed}
         work.total_bytes += sum(manifest.files[f].bytes for f in files)
         work.total_bytes += 4 * sum(owned.chunks.numel for owned in slices.values())
     source = open_slices(manifest, tuple(needed), work=work)
-    home = _home(manifest.layout)
-    updates = {number: _updates(s, layout, source, home) for number, s in slices.items() if s.trainable}
+    updates = {number: _updates(s, layout, source, places) for number, s in slices.items() if s.trainable}
     return Restore(source=source, moves=moves, updates=updates, initial=initial)
 
 
@@ -230,48 +229,23 @@ def _fill(owned: OwnedSlice, restore: Restore, number: int) -> None:
             owned.master.state[name] = np.empty(owned.chunks.numel, np.float32) if array is None else array
             owned.master.state[name].fill(value)
         owned.master.set_updates(restore.updates[number])
-    manifest = restore.manifest
+    source = restore.source
     for move in restore.moves[number]:
-        for old, begin, end in _overlaps(move, manifest.plan.slices[move.source_unit]):
-            first = move.begin + begin - move.source_begin - owned.chunks.begin
-            target = slice(first, first + end - begin)
-            restore.source.read_into(old, begin, owned.master.values[target])
-            if owned.trainable and manifest.layout.units[old.unit].trainable:
-                for name, array in owned.master.state.items():
-                    restore.source.read_into(old, begin, array[target], name)
+        source.copy(move, owned.master.values, owned.chunks.begin)
+        if owned.trainable and source.manifest.layout.units[move.source_unit].trainable:
+            for name, array in owned.master.state.items():
+                source.copy(move, array, owned.chunks.begin, name)
 
 
-def _home(layout: Layout) -> dict[str, tuple[int, int]]:
-    """Return the unit of each parameter and its index in it, by name."""
-    return {
-        name: (u, index)
-        for u, unit in enumerate(layout.units)
-        for index, p in enumerate(unit.parameters)
-        for name in (p.name, *p.aliases)
-    }
+def _updates(owned: OwnedSlice, layout: Layout, source: OpenSlices, places: Places) -> tuple[int, ...]:
+    """Return the update count of each parameter of a slice's unit; 0 for parameters outside the slice.
 
-
-def _updates(
-    owned: OwnedSlice, layout: Layout, source: OpenSlices, home: Mapping[str, tuple[int, int]]
-) -> tuple[int, ...]:
-    """Return the update count of each parameter of a slice's unit; 0 for parameters outside the slice."""
+    The boxes of a tensor are updated together, so the count is that of the one with the first element.
+    """
     updates: list[int] = []
     for p in layout.units[owned.chunks.unit].parameters:
         begin = max(p.offset, owned.chunks.begin)
         inside = begin < min(p.end, owned.chunks.end)
-        u, index = home[p.name] if inside else (-1, -1)
-        if not inside or not source.manifest.layout.units[u].trainable:
-            updates.append(0)
-            continue
-        element = source.manifest.layout.units[u].parameters[index].offset + begin - p.offset
-        old = next(s for s in source.manifest.plan.slices[u] if s.begin <= element < s.end)
-        updates.append(source.updates(old)[index])
+        moves = places.moves_of(owned.chunks.unit, p, begin, begin + 1) if inside else iter(())
+        updates.append(sum(map(source.updates_in, moves)))
     return tuple(updates)
-
-
-def _overlaps(move: Move, slices: tuple[Slice, ...]) -> Iterator[tuple[Slice, int, int]]:
-    """Yield the old slices that a move reads from, each with the range to read."""
-    for s in slices:
-        begin, end = max(move.source_begin, s.begin), min(move.source_begin + move.numel, s.end)
-        if begin < end:
-            yield s, begin, end

@@ -5,7 +5,7 @@ Tests of `parallel/fsdp/masters.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ class Known(Masters):
         self.others = others
         self.sent: list[dict[str, Any]] = []
 
-    def units(self) -> Iterator[torch.Tensor]:
+    def units(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
         raise NotImplementedError
 
     def replace(self, values: Iterator[torch.Tensor]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.layout import Layout, Parameter, Whole, build_unit
 from axon_ps.storage.hf_directory import export_directory
 from axon_ps.types import DType
 from engine_driver import Servers, job_of
@@ -102,3 +104,46 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(checkpoin
     with pytest.raises(InvalidRequest, match="dtype is 'i64'"):
         export_directory(checkpoint, str(target), DType.I64)
     assert not target.exists()
+
+
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+COLUMNS = ("o_proj", "down_proj")
+
+
+def cut(model: Any, ways: int) -> tuple[Layout, list[Any]]:
+    """The layout and the units of a model whose linear layers are cut as `parallelize_module` cuts a Llama's."""
+    parts: list[list[tuple[Parameter, Any]]] = [[] for _ in range(ways)]
+    for name, value in model.named_parameters():
+        module = name.split(".")[-2]
+        dim = 0 if module in ROWS else 1 if module in COLUMNS else None
+        for part, of in enumerate(parts if dim is not None else parts[:1]):
+            box = value.detach() if dim is None else value.detach().chunk(ways, dim)[part]
+            begin = tuple(part * box.shape[d] if d == dim else 0 for d in range(value.dim()))
+            whole = Whole(name=name, shape=tuple(value.shape), begin=begin) if dim is not None else None
+            own = f"part {part} of {name}" if whole else name
+            of.append((Parameter(name=own, shape=tuple(box.shape), offset=0, whole=whole), box))
+    units = []
+    for part, of in enumerate(parts):
+        unit = build_unit(f"part {part}", [(p.name, p.shape, DType.F32) for p, _ in of])
+        placed = (replace(at, whole=p.whole) for at, (p, _) in zip(unit.parameters, of, strict=True))
+        units.append(replace(unit, parameters=tuple(placed)))
+    return Layout(units=tuple(units)), [np.concatenate([box.reshape(-1).numpy() for _, box in of]) for of in parts]
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_reads_what_a_mesh_has_cut(tmp_path: Path, ways: int, tied: bool) -> None:
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    layout, units = cut(model, ways)
+    servers = Servers(job_of(layout), 3)
+    servers.upload(units)
+    save(servers, str(tmp_path / "checkpoint"), None)
+    config.save_pretrained(tmp_path / "like")
+    export_directory(str(tmp_path / "checkpoint"), str(tmp_path / "out"), like=str(tmp_path / "like"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    state, tokens = loaded.state_dict(), torch.arange(16).view(2, 8)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)

@@ -100,6 +100,34 @@ def test_boxes_that_do_not_cover_a_tensor_once_are_refused(units: tuple[Unit, ..
         Layout(units=units)
 
 
+def test_units_with_boxes_of_a_tensor_belong_together() -> None:
+    def half(unit: str, *names: str, row: int) -> Unit:
+        boxes = [Whole(name=name, shape=(2,), begin=(row,)) for name in names]
+        return Unit(
+            name=unit,
+            parameters=tuple(
+                Parameter(name=f"{unit}.{i}", shape=(1,), offset=i, whole=box) for i, box in enumerate(boxes)
+            ),
+        )
+
+    units = (
+        build_unit("first", [("a", (1,), F32)]),
+        half("x0", "v", "w", row=0),
+        half("y0", "u", row=0),
+        half("y1", "u", row=1),
+        half("x1", "w", row=1),
+        half("x2", "v", row=1),
+    )
+    made = layout(*units)
+    assert [(s.units, [t.name for t in s.tensors]) for s in made.unit_sets] == [
+        ((0,), ["a"]), ((1, 4, 5), ["v", "w"]), ((2, 3), ["u"]),
+    ]  # fmt: skip
+    assert [(t.name, t.shape, t.offset) for t in made.tensors] == [
+        ("a", (1,), 0), ("v", (2,), 0), ("w", (2,), 0), ("u", (2,), 0),
+    ]  # fmt: skip
+    assert units[4].parameters[0].box == (slice(1, 2),)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "words"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Unit, build_unit
-from axon_ps.sharding.plan import ALIGN_NUMEL, PlanOptions, Slice, make_plan, moves_into
+from axon_ps.sharding.plan import ALIGN_NUMEL, PlanOptions, make_plan
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType
 
@@ -85,46 +84,3 @@ def test_the_difference_of_job_specs_is_text() -> None:
     other = JobSpec(layout=layout, precision=WirePrecision(grad=DType.BF16))
     assert spec.difference(other) == "wire dtype of gradients is f32 here and bf16 in the job"
     assert spec.plan(3) is spec.plan(3)
-
-
-def regroup(layout: Layout, cuts: list[bool]) -> Layout:
-    """The same parameters in the opposite order, in units cut elsewhere."""
-    units: list[list[tuple[str, tuple[int, ...], DType]]] = [[]]
-    for i, (_, p) in enumerate(reversed(list(layout.parameters()))):
-        if units[-1] and cuts[i % len(cuts)]:
-            units.append([])
-        units[-1].append((p.name, p.shape, p.dtype))
-    return Layout(units=tuple(build_unit(f"v{i}", parameters) for i, parameters in enumerate(units)))
-
-
-@given(layouts(), st.integers(1, 5), st.lists(st.booleans(), min_size=1, max_size=8))
-def test_moves_bring_every_element_of_every_parameter_home(layout: Layout, servers: int, cuts: list[bool]) -> None:
-    new = regroup(layout, cuts)
-    rng = np.random.default_rng(0)
-    values = {p.name: rng.random(p.numel) for _, p in layout.parameters()}
-    old_flats = [np.concatenate([values[p.name] for p in u.parameters]) for u in layout.units]
-    new_flats = [np.full(u.numel, np.nan) for u in new.units]
-    for slices in make_plan(new, servers, PlanOptions(min_slice_numel=7)).slices:
-        for s in slices:
-            for m in moves_into(s, new, layout):
-                assert s.begin <= m.begin
-                assert m.begin + m.numel <= s.end
-                source = old_flats[m.source_unit][m.source_begin : m.source_begin + m.numel]
-                new_flats[m.unit][m.begin : m.begin + m.numel] = source
-    for unit, flat in zip(new.units, new_flats, strict=True):
-        np.testing.assert_array_equal(flat, np.concatenate([values[p.name] for p in unit.parameters]))
-
-
-def test_moves_of_an_unchanged_unit_are_one() -> None:
-    layout = Layout(units=(build_unit("u", [(f"w{i}", (10,), F32) for i in range(5)]),))
-    (move,) = moves_into(Slice(unit=0, server=0, begin=5, end=45), layout, layout)
-    assert (move.source_begin, move.begin, move.numel) == (5, 5, 40)
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_name() -> None:
-    new = Layout(units=(build_unit("u", [("w", (4,), F32)]),))
-    whole = Slice(unit=0, server=0, begin=0, end=4)
-    with pytest.raises(InvalidRequest, match="no parameter 'w'"):
-        moves_into(whole, new, Layout(units=(build_unit("u", [("v", (4,), F32)]),)))
-    with pytest.raises(InvalidRequest, match=r"\(2, 2\) in the checkpoint"):
-        moves_into(whole, new, Layout(units=(build_unit("u", [("w", (2, 2), F32)]),)))

@@ -5,13 +5,11 @@ torch's class is not imported: a program without DTensors does not load it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-
-from axon_ps.sharding.layout import Layout
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """The ranks of torch's among which a tensor is divided, its shape, and the index of the box's first element in it."""
@@ -103,27 +101,3 @@ def recast(param: nn.Parameter, dtype: torch.dtype) -> None:
     if is_divided(param) and param.dtype != dtype:
         other = nn.Parameter(like(param, torch.empty_like(box_of(param), dtype=dtype)), param.requires_grad)
         torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
-
-
-def assembled(layout: Layout, units: Iterable[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor of a layout by name, f32, once all of its boxes have come.
-
-    Args:
-        layout: the layout.
-        units: f32[unit_numel] of each unit, in layout order.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    lacking: dict[str, int] = {}
-    for unit, values in zip(layout.units, units, strict=True):
-        for spec in unit.parameters:
-            of, box = spec.tensor, values[spec.offset : spec.end].view(spec.shape)
-            if spec.whole is None:
-                yield of.name, box
-                continue
-            if of.name not in tensors:
-                tensors[of.name] = torch.empty(of.shape, dtype=torch.float32, device="cpu")
-                lacking[of.name] = tensors[of.name].numel()
-            tensors[of.name][tuple(slice(b, b + n) for b, n in zip(of.begin, spec.shape, strict=True))] = box
-            lacking[of.name] -= spec.numel
-            if not lacking[of.name]:
-                yield of.name, tensors.pop(of.name)

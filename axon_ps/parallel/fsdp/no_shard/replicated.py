@@ -58,7 +58,7 @@ class LocalMasters(Masters):
         self._group = group
         self._flats = flats
 
-    def units(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
+    def units(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
         """See `Masters.units`."""
         return (self._flats[number].master.detach().to("cpu", torch.float32) for number in numbers)
 

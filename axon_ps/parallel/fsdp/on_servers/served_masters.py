@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class ServedMasters(Masters):
         self._client = client
         self._flats = flats
 
-    def units(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
+    def units(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
         """See `Masters.units`. The units are read one at a time."""
         check_unchanged(self._flats)
         view, spec = self._client.view, self._wrapping.spec
