@@ -157,7 +157,7 @@ class Trained:
 
 def join(store: Path) -> axon_ps.World:
     """Join the job, and torch's process group with ranks that are not the job's."""
-    world = axon_ps.World.init(timeout_s=60.0, join_timeout_s=WHOLE_S)
+    world = axon_ps.World.init(timeout_s=20.0, join_timeout_s=WHOLE_S)
     size = world.world_size
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=size - 1 - world.rank, world_size=size)
     return world
