@@ -22,6 +22,7 @@ from axon_ps.types import (
     Array,
     Decision,
     DType,
+    Grouping,
     Hyper,
     Member,
     Membership,
@@ -307,7 +308,7 @@ class FakeWorld:
     def gather_json(self, value: Any, *, name: str) -> list[Any]:
         return [value]
 
-    def node_group(self) -> ProcessGroup:
+    def node_group(self, grouping: Grouping) -> ProcessGroup:
         return ProcessGroup.mock()
 
     def replace_parameters(self, units: Iterable[tuple[int, Array]], *, model: str = "") -> None:
