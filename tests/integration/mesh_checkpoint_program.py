@@ -3,7 +3,8 @@
 Usage: mesh_checkpoint_program.py DIRECTORY DP PP TP FIRST LAST [LOADED]
 
 It trains from step FIRST to LAST, from the checkpoint LOADED if there is one, saves a checkpoint DPxPPxTP, and reports
-how far its parameters are from those of plain torch. Stages of pp hand their activations on by hand.
+how far its parameters are from those of plain torch. After the first step the optimizer loads its own state dict.
+Stages of pp hand their activations on by hand.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ def main() -> None:
         train(model, x[mine], y[mine], stage, peers)
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
+        if step == first:  # the moments go out and in, too
+            optimizer.load_state_dict(optimizer.state_dict())
     sharded.save_checkpoint(str(directory / f"{dp}x{pp}x{tp}"), optimizer)
     ours, theirs = dict(sharded.full_parameters()), dict(plain(last).named_parameters())
     result = {
