@@ -243,6 +243,11 @@ class Grouping:
         """Return the rows that lack one of their workers, given the ranks of the live ones."""
         return [row for row in self.rows if not all(rank in ranks for rank in row)]
 
+    def gap(self, row: tuple[int, ...], ranks: Collection[int]) -> str:
+        """Return the workers that a row lacks, as text, given the ranks of the live ones."""
+        missing = ", ".join(str(rank) for rank in row if rank not in ranks)
+        return f"rank {missing} of ranks {row}, which make a replica together, is missing"
+
     def row_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of a worker's replica; empty if replicas are not by ranks, or it is in none."""
         return next((row for row in self.rows if rank in row), ())
@@ -308,6 +313,27 @@ class Membership:
         if model == 0:
             return self.step, self.version
         return next(((p.step, p.version) for p in self.models if p.model == model), (1, 0))
+
+    @property
+    def first_worker(self) -> Member | None:
+        """The worker of lowest rank in a replica; without a replica, of all workers. It saves and logs for all."""
+        return next((m for m in self.workers if m.replica >= 0), self.workers[0] if self.workers else None)
+
+    def sharing_samples(self, worker: Member) -> list[int]:
+        """Return the ranks of the workers among whom the samples of a worker's replica are dealt.
+
+        Those of a node compute with different samples. Those of a row have parts of the model, and the same samples.
+        """
+        if self.grouping.rows:
+            return [worker.rank]
+        return [m.rank for m in self.workers if m.replica == worker.replica]
+
+    def why_no_replica(self, rank: int) -> str:
+        """Return the reason why a worker is in no replica, as text."""
+        row = self.grouping.row_of(rank)
+        if not row:
+            return f"worker {rank} is in no replica: these are {self.grouping}"
+        return f"worker {rank} is in no replica: {self.grouping.gap(row, {m.rank for m in self.workers})}"
 
     def numbered(self, grouping: Grouping) -> Membership:
         """Return a copy with replicas numbered for a model that groups the workers in this way (see `numbered`)."""

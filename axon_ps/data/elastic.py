@@ -33,7 +33,7 @@ class Coordinates:
     """The coordinates of a worker among those that take part in a step.
 
     Attributes:
-        replica: the number of its replica.
+        replica: the number of its replica; -1 = it is in none, and gets no samples.
         num_replicas: number of replicas.
         index: its number among the workers of its replica. All of them compute the same number of micro-batches.
         workers: number of workers of a replica.
@@ -106,6 +106,8 @@ class ElasticBatch:
 
         There is at least one range. It may be empty if there are fewer samples than workers. The shortest come first.
         """
+        if coordinates.replica < 0:
+            return [(begin, begin)]
         fitting = -(-count // (self.at_a_time * coordinates.workers))
         ranges = _divided(begin, count, max(fitting, min(coordinates.num_replicas, count // coordinates.workers), 1))
         mine = ranges[coordinates.replica :: coordinates.num_replicas] or [(begin, begin)]

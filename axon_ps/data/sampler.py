@@ -43,7 +43,7 @@ class DistributedSampler:
     Args:
         dataset: the data set, of which only the length is used, or the length.
         num_replicas: replicas that share it: `world.num_replicas`, or `mesh.size("data")`.
-        rank: this replica: `world.replica`, or `mesh.coordinate("data")`.
+        rank: this replica: `world.replica`, or `mesh.coordinate("data")`. A worker in no replica (-1) gets no samples.
         shuffle: whether each epoch has another order. If not, the order is that of the data set.
         seed: selects the orders; the same on every replica.
         drop_last: leave out the remainder at the end of the epoch.
@@ -86,6 +86,8 @@ class DistributedSampler:
     def __len__(self) -> int:
         """Return the number of samples that the next iteration yields."""
         left, n = self.length - self.position, self.num_replicas
+        if self.rank < 0:
+            return 0
         if self.drop_last:
             return left // n
         return -(-left // n) if self.pad else max(0, -(-(left - self.rank) // n))
@@ -198,7 +200,7 @@ class DistributedSampler:
 
     def _deal(self, position: int, num_replicas: int, rank: int) -> None:
         """Give each replica its part of the rest, from `position` on."""
-        if num_replicas < 1 or not 0 <= rank < num_replicas:
+        if not -1 <= rank < num_replicas:
             raise InvalidRequest(
                 f"replica {rank} of {num_replicas} was asked for; they go from 0 to {num_replicas - 1}"
             )

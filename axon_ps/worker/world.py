@@ -183,7 +183,10 @@ class World:
 
     @property
     def replica(self) -> int:
-        """Position of this worker's replica, dense from 0, by which a sampler shards the data."""
+        """Position of this worker's replica, dense from 0, by which a sampler shards the data.
+
+        It is -1 while another worker of the replica is missing, if replicas are the columns of a mesh.
+        """
         return self.view.me().replica
 
     @property
@@ -226,8 +229,9 @@ class World:
 
     @property
     def is_main_process(self) -> bool:
-        """True if this is the worker of lowest rank, which logs and saves."""
-        return [self.rank] == [worker.rank for worker in self.membership.workers[:1]]
+        """True if this is the worker of lowest rank of those in a replica, which logs and saves."""
+        first = self.membership.first_worker
+        return first is not None and first.rank == self.rank
 
     @property
     def default_group(self) -> ProcessGroup:

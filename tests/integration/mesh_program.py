@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -90,15 +91,12 @@ def batch(step: int) -> torch.Tensor:
 
 def tensor_parallel(model: Llama, tp: DeviceMesh) -> None:
     """Divide a model as torchtitan does, with sequence parallelism of the norms."""
-    parallelize_module(
-        model,
-        tp,
-        {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-    )
+    plan = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, tp, {name: style for name, style in plan.items() if getattr(model, name) is not None})
     for block in model.layers.values():
         parallelize_module(
             block,
@@ -116,6 +114,14 @@ def tensor_parallel(model: Llama, tp: DeviceMesh) -> None:
                 "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
             },
         )
+
+
+def prune(model: Llama, stage: int, stages: int) -> None:
+    """Leave a stage of a pipeline, with its names."""
+    layers = [str(i) for i in range(LAYERS) if i * stages // LAYERS == stage]
+    model.layers = nn.ModuleDict({name: model.layers[name] for name in layers})
+    model.tok_embeddings = model.tok_embeddings if stage == 0 else None
+    model.norm, model.output = (model.norm, model.output) if stage == stages - 1 else (None, None)
 
 
 def plain_losses(model: Llama) -> list[float]:
@@ -138,23 +144,32 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = axon_ps.World.init()
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    model = made()
+    model, stage = made(), mesh["pp"].get_local_rank()
+    prune(model, stage, pp)
     if tp > 1:
         tensor_parallel(model, mesh["tp"])
     for block in model.layers.values():
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = None
+    if pp > 1:
+        staged = PipelineStage(model, stage, pp, torch.device("cpu"), group=mesh["pp"].get_group())
+        schedule = ScheduleGPipe(staged, n_microbatches=1, loss_fn=loss_of)
     mine = slice(mesh["dp"].get_local_rank(), None, dp)
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
         tokens = batch(step)[mine]
-        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
+        if schedule is None:
+            loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+            loss.backward()
+            losses.append(loss.item())
+        else:
+            given = (tokens[:, :-1],) if stage == 0 else ()
+            schedule.step(*given, target=tokens[:, 1:] if stage == pp - 1 else None, losses=losses)
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
-        losses.append(loss.item())
         norms.append(float(norm))
     plain = made()
     plain_losses(plain)
@@ -172,7 +187,7 @@ def main() -> None:
         "names": sorted(ours) == sorted(theirs),
         "boxes": [len(boxes), max(boxes, default=0.0)],
         "version": sharded_model(model).version,
-        "losses": losses,
+        "losses": [float(torch.as_tensor(loss).detach()) for loss in losses],
         "norms": norms,
     }
     out.with_name(f"{out.name}.{dist.get_rank()}").write_text(json.dumps(result))

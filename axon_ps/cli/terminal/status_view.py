@@ -114,6 +114,8 @@ def _members_table(reply: Status, width: int) -> Table:
     table = Table(*columns, padding=(0, 1) if width >= _WIDE else (0, 0))
     for m in (*membership.shards, *membership.workers, *membership.finished):
         replica = str(m.replica) if m.replica >= 0 else "finished" if m in membership.finished else ""
+        if m in membership.workers and m.replica < 0:
+            replica = "in none"
         if m in membership.shards and m.rank in reply.draining:
             replica = "draining"
         if m.incarnation in reply.awaited:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from axon_ps.coordinator.config import CoordinatorConfig
@@ -300,8 +300,8 @@ class Assembly:
     @property
     def may_go_on(self) -> bool:
         """True if the membership is not complete, but a new one with the same members would be."""
-        workers = self.roster.count(Role.WORKER)
-        return not self.membership.complete and not self._waiting_for(workers, self.shards())
+        ranks = {s.member.rank for s in self.roster.of_role(Role.WORKER)}
+        return not self.membership.complete and not self._waiting_for(ranks, self.shards())
 
     @property
     def forms(self) -> bool:
@@ -338,7 +338,7 @@ class Assembly:
         grouping = self._models.grouping
         workers, shards, replicas = self.roster.members(grouping)
         step, version = began.get(0, (1, 0))
-        waiting_for = self._waiting_for(len(workers), shards)
+        waiting_for = self._waiting_for({m.rank for m in workers}, shards)
         return Membership(
             generation=self.generation,
             step=step,
@@ -355,14 +355,16 @@ class Assembly:
             state_id=self.state_id,
         )
 
-    def _waiting_for(self, workers: int, shards: Sequence[Member]) -> str:
-        reasons = []
+    def _waiting_for(self, ranks: Collection[int], shards: Sequence[Member]) -> str:
+        reasons, workers = [], len(ranks)
         if not self.world_size:
             reasons.append("a first worker, which says how many there will be")
         elif workers < self.needed_workers:
             reasons.append(f"{self.needed_workers - workers} of {self.needed_workers} workers")
         elif not workers and self._finished:
             reasons.append("new workers, since all have finished")
+        elif incomplete := self._incomplete_rows(ranks):
+            reasons.append(f"a worker, since no replica is complete: {self._models.grouping.gap(incomplete[0], ranks)}")
         if missing := self._missing(shards):
             reasons.append(f"shard server {format_ranks(missing)} of {self.needed_shards}")
         troubles = [
@@ -372,6 +374,18 @@ class Assembly:
         ]
         anew = f"; or begin anew: {self._config.begin_anew}" if troubles and self._config.begin_anew else ""
         return " and ".join((*reasons, *troubles)) + anew
+
+    def _incomplete_rows(self, ranks: Collection[int]) -> list[tuple[int, ...]]:
+        """Return the replicas by rows if each lacks a worker; first those that lack the fewest.
+
+        There are none while another worker need not be waited for: those that are missing have finished.
+        """
+        grouping = self._models.grouping
+        incomplete = grouping.incomplete(ranks)
+        if len(incomplete) < len(grouping.rows) or len(ranks) + self._vacant >= self.world_size:
+            return []
+        done = {m.rank for m in self._finished} - set(ranks)
+        return sorted(incomplete, key=lambda row: (any(r in done for r in row), sum(r not in ranks for r in row)))
 
     def _missing(self, shards: Sequence[Member]) -> list[int]:
         """Return the ranks of the shard servers that the job waits for."""

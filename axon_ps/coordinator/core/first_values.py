@@ -49,13 +49,13 @@ class FirstValues:
         first = there[0] if there else ""
         return "" if first == incarnation or first in self.waiting else first
 
-    def claim_upload(self, incarnation: str, there: Sequence[str], of_row: Collection[str] = ()) -> bool:
-        """Return True if the caller is to upload first values. See Note: [Whose values are first].
+    def claim_upload(self, incarnation: str, there: Sequence[str], row: Collection[str] = ()) -> bool:
+        """Return True if the caller is to upload the first values, or its part of them.
 
         Args:
             incarnation: the caller.
-            there: the incarnations of the workers that count, by rank.
-            of_row: those of its replica, if each of them has other parameters and uploads them.
+            there: the workers that count, by rank. See Note: [Whose values are first].
+            row: if workers of a replica have different units, those of the caller's; each uploads its own.
         """
         p = self._holders.parameters
         if not self._needs_first_values:
@@ -63,7 +63,7 @@ class FirstValues:
         self.waiting.intersection_update(there)
         if p.uploader not in there:
             p.uploader = next((w for w in there if w in self.waiting or not self._begins_again), "")
-        return p.uploader == incarnation or p.uploader in of_row
+        return p.uploader == incarnation or p.uploader in row
 
     @property
     def _begins_again(self) -> bool:

@@ -252,6 +252,11 @@ class Registrations:
         r = model.registration
         if spec is None and optimizer is None:
             raise InvalidRequest(f"worker {rank} registers neither a layout nor an optimizer")
+        ranks = () if spec is None else (r for row in spec.grouping.rows for r in row)
+        if (highest := max(ranks, default=-1)) >= max(a.world_size, 1):
+            raise InvalidRequest(
+                f"worker {rank} registers replicas that name rank {highest}; the job has {a.world_size} workers"
+            )
         if spec is not None and model.holders.out_of_memory:
             raise Busy(model.holders.out_of_memory_reason)
         new_spec = spec if spec is not None and r.check_spec(spec, rank) else None
@@ -342,7 +347,11 @@ class Registrations:
     def _claim_upload(self, model: Model, entry: RosterEntry) -> bool:
         if not model.state(self._assembly.shards()).initialized:
             model.first_values.waiting.add(entry.member.incarnation)
-        row = () if model.registration.spec is None else model.registration.spec.grouping.row_of(entry.member.rank)
-        of_row = {e.member.incarnation for e in self._assembly.roster.of_role(Role.WORKER) if e.member.rank in row}
         there = self._candidates(model.name)
-        return model.first_values.claim_upload(entry.member.incarnation, there, of_row)
+        rows = () if model.registration.spec is None else model.registration.spec.grouping.rows
+        by_rank = {e.member.rank: e.member.incarnation for e in self._assembly.roster.of_role(Role.WORKER)}
+        complete = [[by_rank[rank] for rank in row] for row in rows if all(rank in by_rank for rank in row)]
+        mine = next((row for row in complete if entry.member.incarnation in row), ())
+        if complete:
+            there = [incarnation for incarnation in there if any(incarnation in row for row in complete)]
+        return model.first_values.claim_upload(entry.member.incarnation, there, mine)

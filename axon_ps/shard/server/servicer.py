@@ -193,6 +193,11 @@ class ShardServicer:
         if span is not None:
             span.attributes.update(self._about(shell, member, header.unit), attempt=header.step)
         step, unit, replica = header.step, header.unit, header.replica
+        if member.replica < 0:
+            made = "unknown" if engine.spec is None else f"{engine.spec.grouping}, and one of its is missing"
+            raise InvalidRequest(
+                f"worker {member.rank} is in no replica, so its gradients do not count: these are {made}"
+            )
         if replica != member.replica:
             raise InvalidRequest(f"worker {member.rank} contributes to replica {member.replica}, not {replica}")
         position, end = _range_of(engine, header)

@@ -155,11 +155,13 @@ class StepClient:
 
         Raises:
             Misuse: the model was released.
-            MemberLost: this worker is not a member any more.
+            MemberLost: this worker is not a member any more, or another worker of its replica has finished.
+            Timeout: another worker of its replica is missing.
         """
         view = self.view
         with view.job.changed:
             view.check_released()
+            view.wait_in_replica()
             latest = view.latest
             ticket = view.stepping.ticket(view.latest_version, view.membership, view.me.replica)
         self.trace.ticket(ticket)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from axon_ps.coordinator.client.session import JobState, Registered
-from axon_ps.errors import Busy, Misuse
+from axon_ps.errors import Busy, MemberLost, Misuse
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Decision, Member, Membership, Outcome
 from axon_ps.worker.job_view import JobView
@@ -177,6 +177,34 @@ class ModelView:
             self._copied = event.version
 
     # ------------------------------------------------------------------ waiting
+
+    def wait_in_replica(self) -> Membership:
+        """Block until this worker is in a replica: others may be missing that it makes one with.
+
+        Returns:
+            The membership, with replicas numbered as this model has them.
+
+        Raises:
+            Timeout: no other worker has taken their place.
+            MemberLost: one of them has finished, so that none takes its place; or this worker is not a member any more.
+        """
+
+        def why() -> str:
+            return f"{self.membership.why_no_replica(self.me.rank)}; start a worker in its place, or the job anew:"
+
+        def is_in_one() -> Membership | None:
+            membership, me = self.membership, self.me
+            if me.replica >= 0:
+                return membership
+            row = membership.grouping.row_of(me.rank)
+            here = {m.rank for m in membership.workers}
+            if done := [m.rank for m in membership.finished if m.rank in row and m.rank not in here]:
+                raise MemberLost(f"{membership.why_no_replica(me.rank)}: worker {done[0]} has finished its part")
+            if not row:
+                raise MemberLost(f"{membership.why_no_replica(me.rank)}; it takes part in no step")
+            return None
+
+        return self.job.wait_until(is_in_one, self.job.timeout_s, lambda: f"{why()} none came", reminds=True)
 
     def wait_epoch(self, epoch: int, timeout_s: float | None = None, *, initialized: bool = True) -> None:
         """Block until the parameters were replaced `epoch` times and, if `initialized`, the servers hold all of them.

@@ -173,8 +173,19 @@ def test_a_state_needs_to_know_what_was_consumed() -> None:
     assert replica.state_dict()["position"] == 2
 
 
+def test_a_worker_in_no_replica_gets_no_samples() -> None:
+    for options in ({}, {"pad": False}, {"drop_last": True}):
+        alone = DistributedSampler(10, 0, -1, **options)
+        assert (len(alone), list(alone), alone.position) == (0, [], 0)
+        alone.resize(2, 1)
+        assert len(list(alone)) == 5
+        alone.advance(2)
+        alone.resize(1, -1)
+        assert (len(alone), list(alone), alone.position) == (0, [], 4)
+
+
 def test_what_cannot_be_is_refused() -> None:
-    for n, rank in ((0, 0), (2, 2), (2, -1)):
+    for n, rank in ((0, 0), (2, 2), (2, -2)):
         with pytest.raises(InvalidRequest, match=f"replica {rank} of {n}"):
             DistributedSampler(10, n, rank)
     with pytest.raises(InvalidRequest, match="the seed is -1"):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 
-from axon_ps.errors import Broken, Busy, Misuse, Timeout
+from axon_ps.errors import Broken, Busy, MemberLost, Misuse, Timeout
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.policy import Asynchronous, Policy, Synchronous
-from axon_ps.types import CopyFrom, Decision, DType, Member, Membership, Outcome, ReplicaClock, Role
+from axon_ps.types import CopyFrom, Decision, DType, Grouping, Member, Membership, Outcome, ReplicaClock, Role
 from axon_ps.wire.events import JobState, Registered
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.view import ModelView
+from deadlines import HANG_S
 
 LAYOUT = Layout(
     units=(
@@ -191,3 +193,61 @@ def test_first_values_are_waited_for_as_long_as_they_can_come() -> None:
     view.job.failure = Broken("the session is over")
     with pytest.raises(Broken, match="the session is over"):
         view.wait_initialized(registered)
+
+
+MESH = Grouping(rows=((0, 1), (2, 3)))
+
+
+def mesh_members(*ranks: int, generation: int = 1, finished: tuple[int, ...] = ()) -> Membership:
+    """Workers by rank; rank 2 is this one."""
+    workers = tuple(worker(rank) for rank in ranks)
+    bare = replace(members(generation), workers=workers, finished=tuple(worker(rank) for rank in finished))
+    return bare.numbered(MESH)
+
+
+def worker(rank: int) -> Member:
+    return Member(role=Role.WORKER, rank=rank, incarnation="me" if rank == 2 else f"w{rank}", node=f"n{rank}")
+
+
+def mesh_view(known: Membership, timeout_s: float = 0.0) -> ModelView:
+    job = JobView(lambda: "me", timeout_s=timeout_s)
+    job.known = known
+    view = ModelView(job)
+    spec = JobSpec(layout=LAYOUT, grouping=MESH)
+    view.registered(spec, Registered(first=True, initialized=False, version=0, upload=True), "m")
+    return view
+
+
+def test_a_worker_waits_until_its_replica_is_complete() -> None:
+    assert mesh_view(mesh_members(0, 1, 2, 3)).wait_in_replica().num_replicas == 2
+    assert mesh_view(mesh_members(0, 2, 3)).wait_in_replica().num_replicas == 1
+    view = mesh_view(mesh_members(0, 1, 2), timeout_s=HANG_S)
+    found: list[Membership] = []
+    waits = threading.Thread(target=lambda: found.append(view.wait_in_replica()))
+    waits.start()
+    with view.job.changed:
+        view.job.known = mesh_members(0, 2, generation=2)
+        view.job.changed.notify_all()
+    with view.job.changed:
+        view.job.known = mesh_members(0, 2, 3, generation=3)
+        view.job.changed.notify_all()
+    waits.join(HANG_S)
+    assert [m.generation for m in found] == [3]
+
+
+def test_a_worker_of_an_incomplete_replica_is_told_what_is_missing() -> None:
+    with pytest.raises(
+        Timeout,
+        match=r"worker 2 is in no replica: rank 3 of ranks \(2, 3\), which make a replica together, is missing; start "
+        r"a worker in its place, or the job anew: none came after 0 s",
+    ):
+        mesh_view(mesh_members(0, 1, 2)).wait_in_replica()
+    with pytest.raises(MemberLost, match=r"rank 3 of ranks \(2, 3\).* is missing: worker 3 has finished its part"):
+        mesh_view(mesh_members(0, 1, 2, finished=(3,))).wait_in_replica()
+    with pytest.raises(Timeout, match="none came"):
+        mesh_view(mesh_members(0, 1, 2, finished=(0,))).wait_in_replica()
+    outside = replace(members(), workers=(worker(2),)).numbered(Grouping(rows=((0, 1), (3, 4))))
+    view = mesh_view(outside)
+    view.spec = JobSpec(layout=LAYOUT, grouping=outside.grouping)
+    with pytest.raises(MemberLost, match="worker 2 is in no replica: these are the workers of ranks .* in no step"):
+        view.wait_in_replica()

@@ -35,16 +35,19 @@ class Attempts:
         asynchronous: whether each replica's gradient is a step of its own.
         clocks: per replica, its decided steps in this generation; empty if all step together.
         slowest: the lowest clock.
+        per_replica: workers of a replica that each vote with the weight of the replica; see `Tally.decide`.
     """
 
     def __init__(self) -> None:
         self.asynchronous = False
         self.clocks: list[int] = []
         self.slowest = 0
+        self.per_replica = 1
         self._fastest = 0
         self._most_behind: int | None = None
         self._workers: list[tuple[int, ...]] = [()]
         self._replica_of: dict[int, int] = {}
+        self._rows: dict[int, int] = {}
         self._tallies = [Tally()]
 
     def begin(self, policy: Policy | None, membership: Membership) -> None:
@@ -53,7 +56,10 @@ class Attempts:
         self.asynchronous = policy.asynchronous
         self._most_behind = policy.most_behind
         count = membership.num_replicas if self.asynchronous else 1
-        self._replica_of = {m.rank: m.replica if self.asynchronous else 0 for m in membership.workers}
+        replicas = {m.rank: m.replica for m in membership.workers if m.replica >= 0}
+        self._replica_of = {rank: replica if self.asynchronous else 0 for rank, replica in replicas.items()}
+        rows = membership.grouping.rows
+        self._rows, self.per_replica = (replicas, len(rows[0])) if rows else ({}, 1)
         self._workers = [tuple(rank for rank, r in self._replica_of.items() if r == a) for a in range(count)]
         self._tallies = [Tally() for _ in range(count)]
         self.clocks = [0] * count if self.asynchronous else []
@@ -78,6 +84,16 @@ class Attempts:
         """Return the workers that the others wait for: those that take no part, or the slowest."""
         slowest = [a for a in range(len(self._tallies)) if not self.asynchronous or self.clocks[a] == self.slowest]
         return tuple(rank for a in slowest for rank in self._tallies[a].missing(self._workers[a]))
+
+    @property
+    def taking_part(self) -> Collection[int]:
+        """The workers of all attempts: those that are in a replica."""
+        return self._replica_of.keys()
+
+    def left_without(self, ranks: Collection[int]) -> int:
+        """Return the number of workers that still take part without these, and without their replicas if by rows."""
+        gone = {self._rows[rank] for rank in ranks if rank in self._rows}
+        return sum(rank not in ranks and self._rows.get(rank) not in gone for rank in self._replica_of)
 
     def workers(self, attempt: int) -> Sequence[int]:
         """Return the workers that take part in an attempt."""

@@ -137,7 +137,14 @@ class Tally:
         return waits
 
     def decide(
-        self, *, step: int, generation: int, version: int, optimizer: OptimizerSpec | None, workers: Iterable[int] = ()
+        self,
+        *,
+        step: int,
+        generation: int,
+        version: int,
+        optimizer: OptimizerSpec | None,
+        workers: Iterable[int] = (),
+        per_replica: int = 1,
     ) -> Decision:
         """Return the decision of a complete tally.
 
@@ -147,6 +154,7 @@ class Tally:
             version: the version before it.
             optimizer: the model's. Votes may leave its hyperparameters out. None when nothing is trainable.
             workers: the workers that take part.
+            per_replica: so many votes have the weight of the same gradient, of which each voter has sent a part.
         """
 
         def ended(outcome: Outcome, *, reason: str = "", norm: float = 0.0, refused: int = 0) -> Decision:
@@ -184,7 +192,7 @@ class Tally:
             skipped = ended(Outcome.SKIP, reason=NO_GRADIENTS)
             return dataclasses.replace(skipped, commit=vote.commit)
         weights = [v.weight for v in self.votes.values() if v.weight is not None]
-        weight = math.fsum(weights)
+        weight = math.fsum(weights) / per_replica
         if weights and not weight:
             return ended(Outcome.SKIP, reason="every worker's weight in the step is 0")
         norm /= weight or 1.0

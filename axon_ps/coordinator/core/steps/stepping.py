@@ -77,7 +77,7 @@ class Stepping:
         spec = model.registration.spec
         membership = self.membership if spec is None else self.membership.numbered(spec.grouping)
         model.attempts.begin(None if spec is None else spec.policy, membership)
-        model.open = membership.complete
+        model.open = membership.complete and not (membership.grouping.rows and not membership.num_replicas)
 
     def abort_all(self, reason: str) -> None:
         """Abort the attempt of every model, and start no other before the next generation."""
@@ -166,6 +166,7 @@ class Stepping:
                 version=model.version,
                 optimizer=model.registration.optimizer,
                 workers=attempts.workers(attempt),
+                per_replica=attempts.per_replica,
             )
             if decision.commit and (why := committed.problem({**model.committed, **decision.commit})):
                 decision = _impossible(model, decision, why)
@@ -239,7 +240,7 @@ class Stepping:
         """Abort attempts in which workers are deadlocked; see Note: [Deadlocked steps]."""
         if not self._disturbed or len(self._models) < 2:
             return
-        workers = {m.rank for m in self.membership.workers}
+        workers = {rank for model in self._models if model.open for rank in model.attempts.taking_part}
         waiting = {m: m.attempts.blocked() for m in self._models if m.open}
         waiting = {model: ranks for model, ranks in waiting.items() if ranks}
         if len(waiting) < 2 or set().union(*waiting.values()) != workers:

@@ -80,7 +80,7 @@ class Stragglers:
                 continue
             self._waits[model.number].recheck = now + RECHECK_S
             missing = model.attempts.missing()
-            there = len(self._assembly.membership.workers) - len(missing)
+            there = model.attempts.left_without(missing)
             if missing and there >= max(1, self._assembly.needed_workers):
                 return missing
         return ()
@@ -160,7 +160,7 @@ class StepDeadlines:
             wait = self._waits.setdefault(model.number, _Deadline())
             if wait.attempt != (attempt := self._attempt(model)):
                 wait.attempt, wait.deadline_s, wait.asked = attempt, math.inf, False
-            quorum = max(1, math.ceil(policy.quorum * len(self._assembly.membership.workers) - 1e-9))
+            quorum = max(1, math.ceil(policy.quorum * len(model.attempts.taking_part) - 1e-9))
             if math.isinf(wait.deadline_s) and model.attempts.come >= quorum:
                 wait.deadline_s = now + policy.grace_s
 
@@ -179,8 +179,9 @@ class StepDeadlines:
             if wait is None or now < wait.deadline_s:
                 continue
             wait.asked = True
-            workers = self._assembly.roster.of_role(Role.WORKER)
-            late = [worker.session for worker in workers if not model.attempts.has_come(worker.member.rank)]
+            ranks = [rank for rank in model.attempts.taking_part if not model.attempts.has_come(rank)]
+            workers = (self._assembly.roster.at(Role.WORKER, rank) for rank in ranks)
+            late = [worker.session for worker in workers if worker is not None]
             self._out.push(late, self._event(model))
 
     def next_deadline(self) -> float:

@@ -195,7 +195,7 @@ class ServerRuntime(Runtime):
         view = self._client.view
         view.job.wait_complete()
         with view.job.changed:
-            generation = view.membership.generation
+            generation = view.wait_in_replica().generation
             return StepStatus(generation=generation, coordinates=self.coordinates, committed=view.committed)
 
     @property
@@ -204,9 +204,7 @@ class ServerRuntime(Runtime):
         view = self._client.view
         with view.job.changed:
             members, me = view.membership, view.me
-        ranks = [m.rank for m in members.workers if m.replica == me.replica]
-        if self._wrapping.lines is not None:  # all of them compute with the same samples
-            ranks = [me.rank]
+        ranks = members.sharing_samples(me)
         return Coordinates(
             replica=me.replica, num_replicas=members.num_replicas, index=ranks.index(me.rank), workers=len(ranks)
         )

@@ -188,7 +188,7 @@ function member() {
   if (isServer(m)) {
     rows.push(["address", m.address], ["slices", `primary of ${load.primary_slices ?? 0}, backup of ${load.backup_slices ?? 0}, copying ${load.copying_slices ?? 0}`]);
   } else {
-    rows.push(["replica", `${m.replica ?? 0}`], ["last in", `${load.last_in ?? 0} of the newest 100 steps`], ["lag", seconds(load.lag_s ?? 0)]);
+    rows.push(["replica", m.replica < 0 ? "in none" : `${m.replica ?? 0}`], ["last in", `${load.last_in ?? 0} of the newest 100 steps`], ["lag", seconds(load.lag_s ?? 0)]);
   }
   if (load.sent_bytes_per_s || load.received_bytes_per_s) rows.push(["network", `${bytes(load.sent_bytes_per_s ?? 0)}/s out, ${bytes(load.received_bytes_per_s ?? 0)}/s in`]);
   if (load.memory_bytes) rows.push(["memory", bytes(load.memory_bytes)]);
