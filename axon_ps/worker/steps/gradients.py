@@ -85,6 +85,7 @@ class Gradients:
                     grad,
                     step=ticket.step,
                     replica=ticket.replica,
+                    addend=ticket.addend,
                     context=lambda: self._calls.context(ticket.generation),
                     timeout_s=view.job.timeout_s,
                     begin=begin,
