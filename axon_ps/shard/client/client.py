@@ -328,7 +328,7 @@ class ShardGroup:
         how = spec.precision.grad_compression
         t = transfer(dtype=spec.precision.grad, step=step, replica=replica, addend=addend, compressor=how)
         if how is not None and grad is not None:
-            t = dataclasses.replace(t, residuals=self._feedback.open(unit, t.begin, t.end, step))
+            t = dataclasses.replace(t, residuals=self._feedback.open(unit, t.begin, t.end, step, addend))
         push = self._transfers.push
         async with self.lines.push(self._pushes, _travels_bytes(t)):
             calls = self._calls(slices, t)
