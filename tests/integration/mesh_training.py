@@ -188,11 +188,8 @@ def train(store: Path, dp: int, pp: int, tp: int, steps: int, killed: int) -> Tr
         if schedule is None:
             loss_of(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         else:
-            model.set_requires_gradient_sync(False)
             given = (tokens[:, :-1],) if stage == 0 else ()
             schedule.step(*given, target=tokens[:, 1:] if stage == pp - 1 else None)
-            model.set_requires_gradient_sync(True)
-            sharded_model(model).sync_gradients()
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         if (dist.get_rank(), step) == (killed, steps // 2):
             os.kill(os.getpid(), signal.SIGKILL)

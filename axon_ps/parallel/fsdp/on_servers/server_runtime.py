@@ -233,7 +233,7 @@ class ServerRuntime(Runtime):
             return withdrawn
         self.sent.check_none_retained()
         began = time.perf_counter()
-        max_norm, decision = self.sent.checked_max_norm(), None
+        max_norm, factor, decision = self.sent.checked_max_norm(), self.sent.factor, None
         try:
             self._step.add_to_last()
             for unit, flat in ((unit, flat) for unit in self.units for flat in unit.trained):
@@ -252,7 +252,7 @@ class ServerRuntime(Runtime):
                 untouched=self._step.untouched,
             )
             with profiled("vote"):
-                decision = vote(ticket, self._step.pushes)
+                decision = vote(ticket, self._step.pushes, weight=_weight(factor, ticket))
             for _ in range(self.resends if batch is None else 0):  # a loader gives its batches again by itself
                 if decision.outcome is not Outcome.ABORT or decision.refused:
                     break
@@ -260,7 +260,7 @@ class ServerRuntime(Runtime):
                 self.on_abort()
                 self._steps.view.job.wait_complete()
                 before, ticket = ticket, self._steps.ticket(self._began)
-                decision = vote(ticket, self._step.push_again(before, ticket))
+                decision = vote(ticket, self._step.push_again(before, ticket), weight=_weight(factor, ticket))
             if decision.outcome is Outcome.ABORT:
                 self._steps.view.job.wait_complete()
         finally:
@@ -400,3 +400,8 @@ class ServerRuntime(Runtime):
     def statistics(self) -> dict[str, float]:
         """See `Runtime.statistics`. The data plane's are `wire_*`."""
         return {**super().statistics(), **{f"wire_{k}": v for k, v in self._client.statistics().items()}}
+
+
+def _weight(factor: float, ticket: Ticket) -> float | None:
+    """Return the weight of a vote by which the mean over replicas is multiplied by a factor; None = 1 in total."""
+    return None if factor == 1.0 else 1.0 / (factor * ticket.num_replicas)
