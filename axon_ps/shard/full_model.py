@@ -1,4 +1,4 @@
-"""`FullModel`: a model of which one process has all values, as a shard server that owns every slice has it.
+"""`FullModel`: a model of which one process has all values, or some units, as a shard server that owns them has it.
 
 A process without shard servers writes and reads checkpoints with it, in the format of the servers.
 """
@@ -6,13 +6,14 @@ A process without shard servers writes and reads checkpoints with it, in the for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest
 from axon_ps.types import Array
@@ -23,11 +24,14 @@ class FullModel:
 
     Args:
         spec: its layout, and the sizes in which units are cut.
+        units: numbers of the units that it has; None = all.
     """
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, units: Collection[int] | None = None) -> None:
+        here, elsewhere = Holders((0,)), Holders((1,))
+        holders = (here if units is None or s.unit in units else elsewhere for s in spec.plan(1).numbered)
         self._engine = ShardEngine()
-        self._engine.configure(spec, 0, 1)
+        self._engine.configure(spec, 0, 1, Placement(tuple(holders), num_cuts=1))
 
     def set(self, unit: int, values: Array, version: int) -> None:
         """Set the values of a unit, f32[unit_numel], at a version."""
@@ -42,7 +46,7 @@ class FullModel:
         owned.master.set_updates(updates)
 
     def write(self, uri: str, version: int) -> FileEntry:
-        """Write the file of a checkpoint. The values of all units are those of this version.
+        """Write the file of a checkpoint. The values of all its units are those of this version.
 
         Raises:
             StorageFull: no space left. Existing files are untouched.

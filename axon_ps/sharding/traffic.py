@@ -77,13 +77,16 @@ def fitting(sizes: Iterable[int], budget: int) -> int:
     return sum(total <= budget for total in accumulate(sizes))
 
 
-def node_traffic(modules: Sequence[ModuleBytes], workers: int, *, offloads: bool) -> Mapping[str, tuple[int, int]]:
+def node_traffic(
+    modules: Sequence[ModuleBytes], workers: int, *, offloads: bool, parts: int = 1
+) -> Mapping[str, tuple[int, int]]:
     """Return the bytes that a node receives and sends in a step, by strategy; see the table above.
 
     Args:
         modules: the root, and the other modules in forward order.
         workers: G.
         offloads: True if FULL_SHARD has copies of the parameters on the host.
+        parts: parts of the node that are a node each to HYBRID_SHARD.
     """
     root, *inner = modules
     budget = BUFFERS * max((module.flat for module in inner), default=0)
@@ -95,5 +98,5 @@ def node_traffic(modules: Sequence[ModuleBytes], workers: int, *, offloads: bool
     return {
         "FULL_SHARD": (workers * (trainable if offloads else twice), workers * sent),
         "SHARD_GRAD_OP": (workers * trainable, workers * sent),
-        "HYBRID_SHARD": (trainable, sent),
+        "HYBRID_SHARD": (parts * trainable, parts * sent),
     }

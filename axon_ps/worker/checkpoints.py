@@ -168,8 +168,8 @@ class Checkpoints:
         view, epoch = steps.view, steps.view.epoch
         self._rendezvous.barrier("axon_ps/replace_parameters", timeout_s)
         failure: Exception | None = None
-        first = min(worker.rank for worker in self._view.membership.workers)
-        mates = () if view.spec is None else view.spec.grouping.row_of(first)
+        first = self._view.membership.first_worker
+        mates = () if view.spec is None or first is None else view.spec.grouping.row_of(first.rank)
         if self._is_first or self._coordinator.rank in mates:
             try:
                 self._upload(units, steps, epoch + 1, timeout_s)

@@ -67,7 +67,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         auto_wrap_policy: returns True for a module that becomes a unit; instead of `unit_types`. Torch's
             `ModuleWrapPolicy` and `transformer_auto_wrap_policy` are accepted, too.
         ignored_parameters: parameters that stay unchanged: each worker's own, not averaged.
-        intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
+        intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has. On a host with a
+            multiple of G workers, each G of them by rank are a node.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
         param_init_fn: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
         plan_options: the sizes in which units are cut; None = chunks of about 2^18 elements (2^19 if all values are

@@ -2,15 +2,16 @@
 
 Note: [Through files]
     Servers send and take moments in checkpoints alone. So they write one into a temporary directory of the worker of
-    lowest rank, and every worker reads it. To change moments, that worker changes the checkpoint, and the servers
-    restore it. If workers and servers are on several hosts, TMPDIR must be a directory that all of them reach.
+    lowest rank, and every worker reads it. To change moments, that worker writes the file of the checkpoint anew, and
+    the servers restore it. In a mesh each worker of its replica writes a file of the units that it pushes. If workers
+    and servers are on several hosts, TMPDIR must be a directory that all of them reach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -20,10 +21,12 @@ import torch
 from axon_ps.errors import CheckpointError, ConfigurationError, InvalidRequest
 from axon_ps.optim.registry import create, initial_states
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.mesh.boxes import box_in, box_of, like
 from axon_ps.parallel.optim import ServerOptimizer, in_our_names
 from axon_ps.sharding.moves import Places
+from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.contents import open_slices
-from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
+from axon_ps.storage.manifest import read_manifest, write_manifest
 from axon_ps.types import OptimizerSpec
 from axon_ps.worker.world import world_of
 
@@ -85,14 +88,14 @@ class StateOnServers(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
 
 def initial(spec: OptimizerSpec, names: Names) -> States:
     """Return the state of parameters without an update."""
-    values = {_STEP: 0.0, **initial_states(spec)}
-    return {
-        param: {
-            name: torch.full(() if name == _STEP else param.shape, values[name], dtype=torch.float32, device="cpu")
-            for name in of
-        }
-        for param, of in names.items()
-    }
+    values = initial_states(spec)
+
+    def filled(param: torch.Tensor, name: str) -> torch.Tensor:
+        if name == _STEP:
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        return like(param, torch.full(box_of(param).shape, values[name], dtype=torch.float32, device="cpu"))
+
+    return {param: {name: filled(param, name) for name in of} for param, of in names.items()}
 
 
 def read(model: FullyShardedDataParallel, states: States) -> None:
@@ -106,20 +109,21 @@ def read(model: FullyShardedDataParallel, states: States) -> None:
         manifest = read_manifest(directory).section(model.name)
         if manifest.optimizer is None:  # no step was made
             return
-        places, first, params = Places(manifest.layout), initial_states(manifest.optimizer), _params_of(model)
+        places, first = Places(manifest.layout), initial_states(manifest.optimizer)
         with open_slices(manifest, manifest.plan.numbered) as source:
-            for whole in manifest.layout.tensors:
-                param = params.get(whole.name)
-                for name, tensor in (states.get(param, {}) if param is not None else {}).items():
-                    if name == _STEP:
-                        tensor.fill_(sum(map(source.updates_in, places.moves_of(0, whole, 0, 1))))
-                    elif name in first:
-                        values = np.full(whole.numel, first[name], np.float32)
-                        for move in places.moves_of(0, whole, 0, whole.numel):
-                            source.copy(move, values, 0, name)
-                        tensor.copy_(torch.from_numpy(values).view(whole.shape))
+            for flat in (flat for flat in model.runtime.flats if flat.trainable):
+                for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
+                    for name, tensor in states.get(param, {}).items():
+                        if name == _STEP:
+                            moves = places.moves_of(flat.index, spec, spec.offset, spec.offset + 1)
+                            tensor.fill_(sum(map(source.updates_in, moves)))
+                        elif name in first:
+                            values = np.full(spec.numel, first[name], np.float32)
+                            for move in places.moves_of(flat.index, spec, spec.offset, spec.end):
+                                source.copy(move, values, spec.offset, name)
+                            box_of(tensor).copy_(torch.from_numpy(values).view(spec.shape))
 
-    with _checkpoint(model, _READ, lambda directory: None) as directory:
+    with _checkpoint(model, _READ) as directory:
         model.runtime.masters.together(_READ, fill)
 
 
@@ -134,12 +138,6 @@ def check(
     """
 
     def check_all() -> None:
-        params = _params_of(model)
-        if elsewhere := next((t.name for t in model.spec.layout.tensors if t.name not in params), None):
-            raise InvalidRequest(
-                f"the moments of a whole model are loaded, and {elsewhere!r} is not in this stage of it; load a "
-                "checkpoint, which all stages have in common: sharded_model(model).load_checkpoint(uri, optimizer)"
-            )
         for param, state in states.items():
             _check(optimizer, param, state, names.get(param, ()))
 
@@ -155,51 +153,69 @@ def write(
 ) -> None:
     """Give the servers the moments of a state that `check` accepted. Every worker calls it.
 
-    Those of the worker of lowest rank count. Parameters that the state does not have begin anew. Values and version
-    stay.
+    Those of the worker of lowest rank count, in a mesh those of its replica. Parameters that the state does not have
+    begin anew. Values and version stay.
 
     Raises:
-        AxonError: that worker cannot write them, or the servers cannot read them.
+        AxonError: such a worker cannot write them, or the servers cannot read them.
     """
     values = initial_states(spec)
 
-    def change(directory: str) -> None:
-        before, manifest = _full_model(model, directory)
-        full = _empty_model(model)  # a new one, since the other has digests of the moments before
-        params = _params_of(model)
-        for number, unit in enumerate(model.spec.layout.units):
-            full.set(number, before.values(number), manifest.version)
-            if not unit.trainable:
+    def part() -> dict[str, Any] | None:
+        """Write the file of this worker's units."""
+        if not _writes(model):
+            return None
+        flats = [flat for flat in model.runtime.flats if flat.pushes]
+        units = [flat.index for flat in flats]
+        manifest = read_manifest(directory).section(model.name)
+        before = _full_model(model, units)
+        before.read(manifest)
+        full = _full_model(model, units)  # a new one, since the other has digests of the moments before
+        for flat in flats:
+            full.set(flat.index, before.values(flat.index), manifest.version)
+            if not flat.trainable:
                 continue
-            arrays = {name: np.full(unit.numel, value, np.float32) for name, value in values.items()}
-            for of in unit.parameters:
-                param = params[of.tensor.name]
+            arrays = {name: np.full(flat.unit.numel, value, np.float32) for name, value in values.items()}
+            for of, param in zip(flat.unit.parameters, flat.params, strict=True):
                 for name in names.get(param, ()):
                     if name in arrays and param in states:
                         moment = torch.from_numpy(arrays[name][of.offset : of.end]).view(of.shape)
-                        moment.copy_(states[param][name][of.box])
-            updates = [_updates(states.get(params[of.tensor.name], {})) for of in unit.parameters]
-            full.set_moments(number, arrays, updates)
-        file = full.write(directory, manifest.version)
-        changed = replace(manifest, optimizer=spec, num_servers=1, files=(file,), slices_in=(), others=())
+                        moment.copy_(box_in(states[param][name], param))
+            full.set_moments(flat.index, arrays, [_updates(states.get(param, {})) for param in flat.params])
+        return {"file": dataclasses.asdict(full.write(directory, manifest.version)), "units": units}
+
+    def complete() -> None:
+        """Name these files in the manifest."""
+        if not world_of(model.process_group).is_main_process:
+            return
+        parts = [found for found in written if found is not None]
+        file_of = {unit: index for index, found in enumerate(parts) for unit in found["units"]}
+        changed = dataclasses.replace(
+            read_manifest(directory).section(model.name),
+            optimizer=spec,
+            num_servers=1,
+            files=tuple(FileEntry(**found["file"]) for found in parts),
+            slices_in=tuple(file_of[s.unit] for s in model.spec.plan(1).numbered),
+            others=(),
+        )
         write_manifest(directory, changed)
 
-    with _checkpoint(model, _WRITTEN, change) as directory:
+    with _checkpoint(model, _WRITTEN) as directory:
+        written = model.runtime.masters.together(_WRITTEN, part)
+        model.runtime.masters.together(_WRITTEN, complete)
         model.runtime.load(directory, optimizer)
 
 
-def _params_of(model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
-    """Return the module's parameters by the names of the tensors that they are, or have a part of."""
-    return {
-        spec.tensor.name: param
-        for flat in model.runtime.flats
-        for spec, param in zip(flat.unit.parameters, flat.params, strict=True)
-    }
+def _writes(model: FullyShardedDataParallel) -> bool:
+    """Return True for the worker of lowest rank, and in a mesh for all of its replica."""
+    world = world_of(model.process_group)
+    first = min(worker.rank for worker in world.membership.workers)
+    return world.rank == first or world.rank in model.spec.grouping.row_of(first)
 
 
 @contextmanager
-def _checkpoint(model: FullyShardedDataParallel, failed: str, change: Callable[[str], None]) -> Iterator[str]:
-    """Have the servers write a checkpoint, and the worker of lowest rank change it; see Note: [Through files]."""
+def _checkpoint(model: FullyShardedDataParallel, failed: str) -> Iterator[str]:
+    """Have the servers write a checkpoint; see Note: [Through files]."""
     world = world_of(model.process_group)
     with TemporaryDirectory(prefix="axon_ps-moments-", ignore_cleanup_errors=True) as mine:
 
@@ -207,7 +223,6 @@ def _checkpoint(model: FullyShardedDataParallel, failed: str, change: Callable[[
             if not world.is_main_process:
                 return ""
             world.save_checkpoint(mine)
-            change(mine)
             return mine
 
         try:
@@ -217,15 +232,10 @@ def _checkpoint(model: FullyShardedDataParallel, failed: str, change: Callable[[
             raise
 
 
-def _full_model(model: FullyShardedDataParallel, directory: str) -> tuple[FullModel, Manifest]:
-    full = _empty_model(model)
-    return full, full.read(read_manifest(directory).section(model.name))
-
-
-def _empty_model(model: FullyShardedDataParallel) -> FullModel:
+def _full_model(model: FullyShardedDataParallel, units: Collection[int]) -> FullModel:
     from axon_ps.shard.full_model import FullModel  # loads numba, which other programs do not need
 
-    return FullModel(model.spec)
+    return FullModel(model.spec, units)
 
 
 def _check(optimizer: str, param: torch.Tensor, state: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -243,4 +253,4 @@ def _check(optimizer: str, param: torch.Tensor, state: Mapping[str, Any], names:
 
 def _updates(state: Mapping[str, Any]) -> int:
     """Return torch's `step`. SGD has none: it is 1 once its momentum is not zero."""
-    return int(state[_STEP]) if _STEP in state else int(any(torch.any(value) for value in state.values()))
+    return int(state[_STEP]) if _STEP in state else int(any(torch.any(box_of(value)) for value in state.values()))

@@ -210,6 +210,8 @@ def _recognise(optimizer: Any) -> None:
     kind: Any = type(optimizer)
     optimizer.__class__ = _joined(kind)
     _made.add(optimizer)
+    if root.outermost.options.line:  # workers of other pipeline stages may use theirs only once they have our output
+        root.outermost.built()
 
 
 @functools.cache

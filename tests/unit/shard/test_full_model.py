@@ -60,3 +60,31 @@ def test_what_was_written_is_read_by_another(tmp_path: Path) -> None:
 def test_what_is_not_there_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound):
         FullModel(SPEC).read(read_manifest(str(tmp_path)).section(""))
+
+
+def test_two_processes_write_a_file_of_some_units_each(tmp_path: Path) -> None:
+    entries = []
+    for number, unit in enumerate(SPEC.layout.units):
+        part = FullModel(SPEC, [number])
+        part.set(number, np.full(unit.numel, number + 1.0, np.float32), 4)
+        if unit.trainable:
+            part.set_moments(number, {"momentum_buffer": np.full(unit.numel, 7.0, np.float32)}, [4, 3])
+        entries.append(part.write(str(tmp_path), 4))
+    manifest = Manifest(
+        job="one",
+        version=4,
+        layout=SPEC.layout,
+        optimizer=SGD,
+        num_servers=1,
+        options=SPEC.options,
+        files=tuple(entries),
+        slices_in=(0, 1),
+    )
+    write_manifest(str(tmp_path), manifest)
+    again = FullModel(SPEC)
+    again.read(read_manifest(str(tmp_path)))
+    assert again.values(0).tolist() == [1.0] * 3
+    assert again.values(1).tolist() == [2.0] * 5
+    moments, updates = again.moments(1)
+    assert moments["momentum_buffer"].tolist() == [7.0] * 5
+    assert tuple(updates) == (4, 3)

@@ -177,9 +177,7 @@ def union(lines: Sequence[Line]) -> Union:
                 numbers[key] = len(units)
                 units.append(_unit(next(unit_names[of.name]), parameters, trainable=of.trainable))
             own[number].append(
-                OwnUnit(
-                    index=numbers[key], of=common.of, boxes=common.boxes, pushes=common.having[0] == number
-                )
+                OwnUnit(index=numbers[key], of=common.of, boxes=common.boxes, pushes=common.having[0] == number)
             )
     return Union(layout=Layout(units=tuple(units)), own=tuple(map(tuple, own)))
 

@@ -119,6 +119,7 @@ def traffic(
     *,
     offloads: bool,
     on_device: bool,
+    parts: int = 1,
 ) -> tuple[NodeTraffic, ...]:
     """Compute the traffic of a node of `workers` workers.
 
@@ -129,6 +130,7 @@ def traffic(
         workers: G.
         offloads: True if FULL_SHARD has copies of the parameters on the host.
         on_device: True if parameters compute on a GPU.
+        parts: parts of the node that are a node each to HYBRID_SHARD.
     """
     by_owner: dict[str, list[wrap.WrappedUnit]] = {"": []}
     for wrapped in units:
@@ -151,7 +153,7 @@ def traffic(
             ),
         )
 
-    found = node_traffic([module_bytes(owned) for owned in by_owner.values()], workers, offloads=offloads)
+    found = node_traffic([module_bytes(owned) for owned in by_owner.values()], workers, offloads=offloads, parts=parts)
     return tuple(
         NodeTraffic(strategy=ShardingStrategy[name], received_bytes=received, sent_bytes=sent)
         for name, (received, sent) in found.items()
@@ -194,7 +196,9 @@ def log_choice(wrapping: wrap.Wrapping, units: tuple[wrap.WrappedUnit, ...], mem
     """
     workers = max(_sizes(membership.workers), default=1)
     offloads, on_device = wrapping.offload.offloads_params, wrapping.on_device
-    rows = traffic(units, wrapping.precision, wrapping.spec.precision, workers, offloads=offloads, on_device=on_device)
+    parts = workers // wrapping.node_size if wrapping.strategy is _HYBRID else 1
+    wire = wrapping.spec.precision
+    rows = traffic(units, wrapping.precision, wire, workers, offloads=offloads, on_device=on_device, parts=parts)
     if why:
         listed = "; ".join(map(str, rows))
         _logger.info("model %r: %s, since %s. A node and step: %s", wrapping.name, wrapping.strategy.name, why, listed)
