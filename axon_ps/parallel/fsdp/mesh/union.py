@@ -154,9 +154,9 @@ def union(lines: Sequence[Line]) -> Union:
                 other, trainable = first.setdefault(_place(box), (box, unit.trainable))
                 if (other, trainable) != (box, unit.trainable):
                     raise LayoutMismatch(
-                        f"parameter {box.names[0]!r} is {_described(other, trainable)} on a worker of lines "
-                        f"{having[_place(box)]}, and {_described(box, unit.trainable)} on another; all workers that "
-                        "have it must build the same"
+                        f"parameter {box.names[0]!r} is {_described(other, trainable)} in line "
+                        f"{having[_place(box)][0]}, and {_described(box, unit.trainable)} in line {number}; all "
+                        "workers that have it must build the same"
                     )
     named = _named(first)
     units: list[Unit] = []
@@ -177,9 +177,7 @@ def union(lines: Sequence[Line]) -> Union:
                 numbers[key] = len(units)
                 units.append(_unit(next(unit_names[of.name]), parameters, trainable=of.trainable))
             own[number].append(
-                OwnUnit(
-                    index=numbers[key], of=common.of, boxes=common.boxes, pushes=common.having[0] == number
-                )
+                OwnUnit(index=numbers[key], of=common.of, boxes=common.boxes, pushes=common.having[0] == number)
             )
     return Union(layout=Layout(units=tuple(units)), own=tuple(map(tuple, own)))
 

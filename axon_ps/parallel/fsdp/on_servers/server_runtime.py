@@ -236,7 +236,7 @@ class ServerRuntime(Runtime):
         max_norm, factor, decision = self.sent.checked_max_norm(), self.sent.factor, None
         try:
             self._step.add_to_last()
-            for unit, flat in ((unit, flat) for unit in self.units for flat in unit.trained):
+            for unit, flat in ((owner, flat) for owner in self.units for flat in owner.trained):
                 if flat.grads.present or self._step.lacks(flat, self._zeroed):
                     self._push(flat)
                     self._speculation.gather(unit, flat)
