@@ -133,7 +133,6 @@ class FullyShardedDataParallel(ModuleWrapper):
             "device": device,
             "policy": policy,
             "name": name,
-            "line": (),
         }
         own |= torch_arguments.as_ours("FSDP", torch_arguments.FSDP, of_torch, own)
         group = own.pop("group")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from axon_ps.parallel.fsdp.mesh.boxes import box_in, box_of, is_divided, like, place_of, recast, with_spec
+from axon_ps.parallel.fsdp.mesh.boxes import box_in, box_of, extent_of, is_divided, like, recast, with_spec
 
 FULL = torch.arange(15.0).view(5, 3)
 
@@ -34,14 +34,14 @@ def test_a_plain_tensor_is_its_own_box() -> None:
     tensor = torch.zeros(2, 3)
     assert not is_divided(tensor)
     assert box_of(tensor) is tensor
-    assert place_of(tensor, (0, 1)) == ((0, 1), (2, 3), (0, 0))
+    assert extent_of(tensor, (0, 1)) == ((0, 1), (2, 3), (0, 0))
     assert like(tensor, FULL) is FULL
     assert box_in(FULL, tensor) is FULL
 
 
 def test_the_place_of_a_box_in_uneven_divisions(tp: DeviceMesh) -> None:
-    assert place_of(divided(tp, Shard(0)), ()) == ((2, 3), (5, 3), (3, 0))
-    assert place_of(divided(tp, Replicate()), ()) == ((2, 3), (5, 3), (0, 0))
+    assert extent_of(divided(tp, Shard(0)), ()) == ((2, 3), (5, 3), (3, 0))
+    assert extent_of(divided(tp, Replicate()), ()) == ((2, 3), (5, 3), (0, 0))
     assert box_of(divided(tp, Shard(0))).tolist() == FULL[3:].tolist()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.fsdp.mesh.boxes import box_of, is_divided, place_of, ranks_of
+from axon_ps.parallel.fsdp.mesh.boxes import box_of, extent_of, is_divided, ranks_of
 from axon_ps.parallel.fsdp.mesh.lines import MeshLines
 from axon_ps.parallel.fsdp.mesh.union import Box, Line, LineUnit, union
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
@@ -87,7 +87,7 @@ def _described(mesh: MeshLines, model: str, units: Sequence[WrappedUnit]) -> Lin
     for wrapped in units:
         boxes = []
         for spec, names, param in zip(wrapped.unit.parameters, wrapped.names, wrapped.params, strict=True):
-            ranks, shape, begin = place_of(param, neighbours)
+            ranks, shape, begin = extent_of(param, neighbours)
             if not numbers.keys() >= set(ranks):
                 raise InvalidRequest(
                     f"parameter {names[0]!r} is divided among ranks {list(ranks)}, and a replica is ranks "

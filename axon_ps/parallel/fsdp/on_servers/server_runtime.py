@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Self
@@ -27,6 +27,7 @@ from axon_ps.parallel.fsdp.steps import Position, Steps, StepStatus
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.markers import profiled
 from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.sharding.layout import Layout
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo, info_from_json, info_to_json
@@ -75,19 +76,14 @@ class ServerRuntime(Runtime):
         self._ticket: Ticket | None = None
         self._began: Position | None = None  # the version at which the step began
         self._optimizer = ServedOptimizer(wrapping, self._steps, lambda: self.version)
-        layout, pushed = wrapping.spec.layout, {flat.index for flat in self.flats if flat.pushes}
-        numbers = accumulate((len(unit.parameters) for unit in layout.units), initial=0)
-        first_parameter = dict(enumerate(numbers))
+        layout = wrapping.spec.layout
+        first_parameter = dict(enumerate(accumulate((len(unit.parameters) for unit in layout.units), initial=0)))
         self._step = SentStep(
             self._steps.gradients,
             first_parameter,
             self._grad_wire,
             on_device=device is not None,
-            foreign=[
-                number
-                for number, (unit, _) in enumerate(layout.parameters())
-                if unit not in pushed and layout.units[unit].trainable
-            ],
+            foreign=_foreign(layout, self.flats),
         )
         self._speculation = Speculation(self.flats, first_parameter, self.gathering)
         self.masters = ServedMasters(wrapping, client, self.flats)
@@ -400,6 +396,13 @@ class ServerRuntime(Runtime):
     def statistics(self) -> dict[str, float]:
         """See `Runtime.statistics`. The data plane's are `wire_*`."""
         return {**super().statistics(), **{f"wire_{k}": v for k, v in self._client.statistics().items()}}
+
+
+def _foreign(layout: Layout, flats: Iterable[FlatUnit]) -> list[int]:
+    """Return the numbers of the trainable parameters whose gradients workers of other lines of a mesh push."""
+    pushed = {flat.index for flat in flats if flat.pushes}
+    numbered = enumerate(layout.parameters())
+    return [number for number, (unit, _) in numbered if unit not in pushed and layout.units[unit].trainable]
 
 
 def _weight(factor: float, ticket: Ticket) -> float | None:
