@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -193,6 +194,19 @@ class Member:
         return f"{self.incarnation}@{self.joined}"
 
 
+@lru_cache(maxsize=8)
+def _checked_rows(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Return rows that can be, as the same object for equal ones: they are compared often, and may be long."""
+    ranks = [rank for row in rows for rank in row]
+    if len({len(row) for row in rows}) > 1 or not all(rows):
+        raise InvalidRequest(f"replicas have {sorted({len(row) for row in rows})} workers; give all the same")
+    if len(set(ranks)) != len(ranks) or not all(0 <= rank < MAX_RANKS for rank in ranks):
+        raise InvalidRequest(
+            f"replicas of the ranks {rows[:_ROWS_NAMED]} ...: each rank is in one of them, from 0 to {MAX_RANKS - 1}"
+        )
+    return rows
+
+
 MAX_RANKS = 1 << 14
 """Ranks of workers that a `Grouping` may name are below it; a job has no more members of a role."""
 
@@ -223,13 +237,8 @@ class Grouping:
                 f"replicas are formed by_node={self.by_node}, size={self.size} and {len(self.rows)} rows; a size goes "
                 "with by_node, and rows without it"
             )
-        ranks = [rank for row in self.rows for rank in row]
-        if len({len(row) for row in self.rows}) > 1 or not all(self.rows):
-            raise InvalidRequest(f"replicas have {sorted({len(row) for row in self.rows})} workers; give all the same")
-        if len(set(ranks)) != len(ranks) or not all(0 <= rank < MAX_RANKS for rank in ranks):
-            raise InvalidRequest(
-                f"replicas of the ranks {self.rows[:4]} ...: each rank is in one of them, from 0 to {MAX_RANKS - 1}"
-            )
+        if self.rows:
+            object.__setattr__(self, "rows", _checked_rows(self.rows))
 
     def __str__(self) -> str:
         """Return the replicas in words, as in errors."""

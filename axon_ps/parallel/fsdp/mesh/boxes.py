@@ -95,7 +95,7 @@ def gradient_of(grad: Any, tensor: Any) -> Any:
     from torch.distributed._functional_collectives import wait_tensor
 
     local = grad._local_tensor
-    return wait_tensor(local) if hasattr(local, "trigger_wait") else local
+    return wait_tensor(local) if hasattr(local, "trigger_wait") else local  # type: ignore[no-untyped-call]
 
 
 def recast(param: nn.Parameter, dtype: torch.dtype) -> None:

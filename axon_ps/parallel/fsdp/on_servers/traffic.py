@@ -117,7 +117,12 @@ def estimate(
 
 
 def traffic(
-    units: Sequence[wrap.WrappedUnit], precision: WirePrecision, workers: int, *, offloads: bool = False, parts: int = 1
+    units: Sequence[wrap.WrappedUnit],
+    precision: WirePrecision,
+    workers: int,
+    *,
+    offloads: bool = False,
+    divisor: int = 1,
 ) -> tuple[NodeTraffic, ...]:
     """Compute the traffic of a node of `workers` workers.
 
@@ -126,7 +131,7 @@ def traffic(
         precision: dtypes on the wire.
         workers: G.
         offloads: True if FULL_SHARD has copies of the parameters on the host.
-        parts: parts of the node that are a node each to HYBRID_SHARD.
+        divisor: number of nodes of HYBRID_SHARD that the node is divided into.
     """
     by_owner = Counter[str]()
     for wrapped in units:
@@ -137,7 +142,7 @@ def traffic(
     numels = {
         _FULL: (workers * (trainable if offloads else gathered_twice), workers * trainable),
         ShardingStrategy.SHARD_GRAD_OP: (workers * trainable, workers * trainable),
-        _HYBRID: (parts * trainable, parts * trainable),
+        _HYBRID: (divisor * trainable, divisor * trainable),
     }
     return tuple(
         NodeTraffic(
@@ -184,8 +189,8 @@ def log_choice(wrapping: wrap.Wrapping, units: Sequence[wrap.WrappedUnit], membe
     On one host with all shard servers nothing moves between hosts.
     """
     workers = max(_sizes(membership.workers), default=1)
-    parts = workers // wrapping.node_size if wrapping.strategy is _HYBRID else 1
-    rows = traffic(units, wrapping.spec.precision, workers, offloads=wrapping.offload.offloads_params, parts=parts)
+    divisor = workers // wrapping.node_size if wrapping.strategy is _HYBRID else 1
+    rows = traffic(units, wrapping.spec.precision, workers, offloads=wrapping.offload.offloads_params, divisor=divisor)
     if why:
         listed = "; ".join(map(str, rows))
         _logger.info("model %r: %s, since %s. A node and step: %s", wrapping.name, wrapping.strategy.name, why, listed)
