@@ -282,7 +282,7 @@ class Runtime(AbstractRuntime):
             return
         if not unit.has_frozen:
             self.gathering.finish(unit)
-        if self.accumulation.pushes and unit.uses <= 1:
+        if self.accumulation.pushes(flat.index) and unit.uses <= 1:
             self._push(flat)
             unit.fired.clear()
         elif self.accumulation.stages and unit.uses <= 1:
@@ -309,7 +309,7 @@ class Runtime(AbstractRuntime):
         for unit in reversed(self.units):
             flat = unit.trainable
             if flat is not None and unit.fired:
-                if self.accumulation.pushes:
+                if self.accumulation.pushes(flat.index):
                     self._push(flat)
                 elif self.accumulation.stages:
                     self.accumulation.stage(flat)
