@@ -19,8 +19,10 @@ from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.sharding.layout import Layout
+from axon_ps.sharding import raw
+from axon_ps.sharding.layout import Layout, Parameter
 from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array
 
 ALIGN_NUMEL = 64
 """Slices begin at multiples of this many elements: two cache lines of bf16 and four of f32."""
@@ -185,13 +187,29 @@ def _cut(unit: int, numel: int, owners: list[int], options: PlanOptions) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Copy `numel` elements from (source_unit, source_begin) of an old layout to (unit, begin) of a new one."""
+    """Copy `numel` elements from (source_unit, source_begin) of an old layout to (unit, begin) of a new one.
+
+    If `converts`, the elements are converted: of the parameter (source, target) only one is raw, or both are, in
+    different dtypes. They become `target_numel` elements.
+    """
 
     source_unit: int
     source_begin: int
     unit: int
     begin: int
     numel: int
+    converts: tuple[Parameter, Parameter] | None = None
+    target_numel: int = 0
+
+    def converted(self, values: Array) -> Array:
+        """Return the elements of the target, f32[target_numel], from those of the source, f32[numel]."""
+        if self.converts is None:
+            return values
+        source, target = self.converts
+        begin = self.begin - target.offset
+        first, last = raw.elements_in(target, begin, begin + self.target_numel)
+        numbers = raw.numbers_of(values, source, self.source_begin - source.offset, first, last)
+        return raw.words_of(numbers, target, first, begin, begin + self.target_numel)
 
 
 def moves_into(target: Slice, new: Layout, old: Layout) -> tuple[Move, ...]:
@@ -200,7 +218,8 @@ def moves_into(target: Slice, new: Layout, old: Layout) -> tuple[Move, ...]:
     Parameters are matched by name, so the model may have been wrapped into other units. Neighbouring moves are joined.
 
     Raises:
-        InvalidRequest: `old` lacks a parameter, or has it in another shape.
+        InvalidRequest: `old` lacks a parameter, or has it in another shape, or in a dtype from which it cannot be
+            converted.
     """
     home = {name: (u, p) for u, p in old.parameters() for name in (p.name, *p.aliases)}
     moves: list[Move] = []
@@ -215,15 +234,42 @@ def moves_into(target: Slice, new: Layout, old: Layout) -> tuple[Move, ...]:
             raise InvalidRequest(
                 f"parameter {p.name!r} has shape {q.shape} in the checkpoint and {p.shape} in the model"
             )
+        if p.raw != q.raw or (p.raw and p.dtype is not q.dtype):
+            moves.append(_converting(source_unit, q, target.unit, p, begin, end))
+            continue
         source_begin = q.offset + begin - p.offset
         numel = end - begin
-        if moves and _continues(moves[-1], source_unit, source_begin, begin):
+        if moves and moves[-1].converts is None and _continues(moves[-1], source_unit, source_begin, begin):
             last = moves.pop()
             source_begin, begin, numel = last.source_begin, last.begin, last.numel + numel
         moves.append(
             Move(source_unit=source_unit, source_begin=source_begin, unit=target.unit, begin=begin, numel=numel)
         )
     return tuple(moves)
+
+
+def _converting(source_unit: int, source: Parameter, unit: int, target: Parameter, begin: int, end: int) -> Move:
+    """Return the move that converts elements [begin, end) of a unit, all of one parameter.
+
+    Raises:
+        InvalidRequest: they are not floating-point numbers.
+    """
+    if not (source.dtype.is_float and target.dtype.is_float):
+        raise InvalidRequest(
+            f"parameter {target.name!r} has dtype {source.dtype.torch_name} in the checkpoint and "
+            f"{target.dtype.torch_name} in the model; only floating-point parameters are converted"
+        )
+    elements = raw.elements_in(target, begin - target.offset, end - target.offset)
+    first, last = raw.words_with(source, *elements)
+    return Move(
+        source_unit=source_unit,
+        source_begin=source.offset + first,
+        unit=unit,
+        begin=begin,
+        numel=last - first,
+        converts=(source, target),
+        target_numel=end - begin,
+    )
 
 
 def _continues(last: Move, source_unit: int, source_begin: int, begin: int) -> bool:

@@ -15,12 +15,13 @@ from safetensors import deserialize
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import LongWork
-from axon_ps.sharding.layout import Parameter
+from axon_ps.sharding import raw
+from axon_ps.sharding.layout import WORD_BYTES, Parameter
 from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.contents import OpenSlices, open_slices, read_attached
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.manifest import Manifest, read_manifest
-from axon_ps.types import BUFFERS, NUMBERS, WIRE_DTYPES, Array, DType, parse_dtype
+from axon_ps.types import BUFFERS, ELEMENTS, Array, DType, parse_dtype
 
 BLOCK_NUMEL = 1 << 20
 """Elements converted at a time."""
@@ -92,7 +93,7 @@ def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> lis
 
     Args:
         manifest: the model's section.
-        dtype: a wire dtype for parameters and f32 buffers; None = those of the user's model.
+        dtype: a wire dtype for parameters of floating-point numbers, and f32 buffers; None = those of the user's model.
         prefix: only tensors whose names begin with it are exported, and it is left out of their names.
 
     Raises:
@@ -102,7 +103,7 @@ def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> lis
         Export(
             unit=unit,
             parameter=p,
-            tensor=TensorSpec(name=p.name.removeprefix(prefix), dtype=dtype or p.dtype, shape=p.shape),
+            tensor=TensorSpec(name=p.name.removeprefix(prefix), dtype=_written(p, dtype), shape=p.shape),
         )
         for unit, p in manifest.layout.parameters()
         if p.name.startswith(prefix)
@@ -120,7 +121,7 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
         return
     tensors = deserialize(read_attached(manifest, key))  # type: ignore[no-untyped-call]
     for name, tensor in tensors:
-        retained = next((d for d in NUMBERS if d.value.upper() == tensor["dtype"]), None)
+        retained = next((d for d in ELEMENTS if d.value.upper() == tensor["dtype"]), None)
         if not name.startswith(prefix) or name.removeprefix(prefix) in taken:
             continue
         if retained is None:
@@ -132,7 +133,7 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
             unit=-1,
             parameter=None,
             tensor=TensorSpec(name=name.removeprefix(prefix), dtype=written, shape=tuple(tensor["shape"])),
-            values=_converted(values, written) if retained is DType.F32 else values,
+            values=raw.encoded_as(values, written) if retained is DType.F32 else values,
         )
 
 
@@ -160,8 +161,8 @@ def write_exports(
                     assert export.values is not None
                     writer.write(export.tensor.name, export.values)
                     continue
-                for values in _values(source, export.unit, export.parameter):
-                    writer.write(export.tensor.name, _converted(values, export.tensor.dtype))
+                for values in _values(source, export.unit, export.parameter, export.tensor.dtype):
+                    writer.write(export.tensor.name, values)
         sizes[name] = writer.entry(name).bytes
     return sizes
 
@@ -177,20 +178,21 @@ def _target(target: str) -> tuple[FileStore, str]:
     return open_store(directory or ("/" if target.startswith("/") else ".")), name
 
 
-def _values(source: OpenSlices, unit: int, parameter: Parameter) -> Iterator[Array]:
-    """Yield the elements of one parameter in order, f32, block by block."""
+def _written(parameter: Parameter, dtype: DType | None) -> DType:
+    """Return the dtype in which a parameter is written. Only numbers are converted."""
+    return parameter.dtype if dtype is None or (parameter.raw and not parameter.dtype.is_float) else dtype
+
+
+def _values(source: OpenSlices, unit: int, parameter: Parameter, dtype: DType) -> Iterator[Array]:
+    """Yield the elements of one parameter in order, as they are written, block by block."""
     for owned in source.manifest.plan.slices[unit]:
         begin, end = max(owned.begin, parameter.offset), min(owned.end, parameter.end)
         for first in range(begin, end, BLOCK_NUMEL):
             values = np.empty(min(first + BLOCK_NUMEL, end) - first, np.float32)
             source.read_into(owned, first, values)
-            yield values
-
-
-def _converted(values: Array, dtype: DType) -> Array:
-    """Convert f32 values to another dtype, rounded to nearest."""
-    if dtype in WIRE_DTYPES:
-        from axon_ps.compress import cast
-
-        return cast.encoded(values, dtype)
-    return values.astype(dtype.numpy) if dtype.is_float else np.rint(values).astype(dtype.numpy)
+            at = first - parameter.offset
+            if parameter.raw and dtype is parameter.dtype:
+                yield values.view(np.uint8)[: parameter.nbytes - at * WORD_BYTES]
+            else:
+                elements = raw.elements_in(parameter, at, at + values.size)
+                yield raw.encoded_as(raw.numbers_of(values, parameter, at, *elements), dtype)

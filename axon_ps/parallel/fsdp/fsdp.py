@@ -610,7 +610,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             layout,
             [
                 UnitBytes(
-                    numel=sum(f.unit.numel for f in u.flats),
+                    numel=sum(f.nbytes // compute.itemsize if f.unit.raw else f.unit.numel for f in u.flats),
                     trainable_numel=sum(f.unit.numel for f in u.flats if f.trainable),
                 )
                 for u in runtime.units

@@ -22,7 +22,10 @@ class Masters(ABC):
 
     @abstractmethod
     def units(self) -> Iterator[torch.Tensor]:
-        """Yield units' values, f32[unit_numel], in layout order; see `FullyShardedDataParallel.full_parameters`."""
+        """Yield units' values, f32[unit_numel], in layout order; see `FullyShardedDataParallel.full_parameters`.
+
+        Those of raw parameters are words; see `parallel.precision.view_of`.
+        """
 
     @abstractmethod
     def replace(self, values: Iterator[torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from axon_ps.parallel.fsdp.masters import TORN
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
-from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.parallel.precision import TORCH_DTYPES, view_of
 from axon_ps.parallel.wrapper import Uncopied
 from axon_ps.sharding.layout import Parameter
 
@@ -97,7 +97,7 @@ class WrappedValues:
         """See `FullyShardedDataParallel.full_parameters`."""
         for unit, values in zip(self._layout.units, self._runtime.masters.units(), strict=True):
             for spec in unit.parameters:
-                yield spec.name, values[spec.offset : spec.end].view(spec.shape)
+                yield spec.name, view_of(values, spec)
 
     @property
     def sharded(self) -> set[nn.Parameter]:
@@ -223,25 +223,25 @@ class WrappedValues:
             flat = flat if isinstance(flat, torch.Tensor) else torch.as_tensor(flat, dtype=torch.float32, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequest(
-                f"update_shards() was given {reprlib.repr(flat)}; it needs one tensor of {layout.numel} numbers, all "
+                f"update_shards() was given {reprlib.repr(flat)}; it needs one tensor of {layout.count} numbers, all "
                 f"parameters one after the other: {error}"
             ) from error
-        if flat.shape != (layout.numel,):
-            raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.numel}], one per parameter")
-        _check_value("flat", flat, torch.empty(layout.numel, dtype=torch.float32, device="meta"))
-        values = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
+        if flat.shape != (layout.count,):
+            raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.count}], one per parameter")
+        _check_value("flat", flat, torch.empty(layout.count, dtype=torch.float32, device="meta"))
+        values = torch.split(flat.detach(), [p.count for _, p in layout.parameters()])
         return {p.name: value for (_, p), value in zip(layout.parameters(), values, strict=True)}
 
     def _new_values(
         self, value_of: Callable[[Parameter], torch.Tensor | None], old: Mapping[str, torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        """Yield f32[unit_numel] of every unit."""
+        """Yield f32[unit_numel] of every unit; words, of raw parameters."""
         for unit in self._layout.units:
-            values = torch.empty(unit.numel, dtype=torch.float32, device="cpu")
+            values = torch.zeros(unit.numel, dtype=torch.float32, device="cpu")  # some words may be unused
             for spec in unit.parameters:
                 value = value_of(spec)
                 new = old[spec.name] if value is None else value.detach()
-                values[spec.offset : spec.end].view(spec.shape).copy_(new)
+                view_of(values, spec).copy_(new)
             yield values
 
 

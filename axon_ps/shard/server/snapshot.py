@@ -232,6 +232,9 @@ def _fill(owned: OwnedSlice, restore: Restore, number: int) -> None:
         owned.master.set_updates(restore.updates[number])
     manifest = restore.manifest
     for move in restore.moves[number]:
+        if move.converts is not None:
+            _convert(owned, restore, move)
+            continue
         for old, begin, end in _overlaps(move, manifest.plan.slices[move.source_unit]):
             first = move.begin + begin - move.source_begin - owned.chunks.begin
             target = slice(first, first + end - begin)
@@ -239,6 +242,15 @@ def _fill(owned: OwnedSlice, restore: Restore, number: int) -> None:
             if owned.trainable and manifest.layout.units[old.unit].trainable:
                 for name, array in owned.master.state.items():
                     restore.source.read_into(old, begin, array[target], name)
+
+
+def _convert(owned: OwnedSlice, restore: Restore, move: Move) -> None:
+    """Fill a parameter that is raw here or in the checkpoint, and not in both. Its moments begin anew."""
+    read = np.empty(move.numel, np.float32)
+    for old, begin, end in _overlaps(move, restore.manifest.plan.slices[move.source_unit]):
+        restore.source.read_into(old, begin, read[begin - move.source_begin : end - move.source_begin])
+    first = move.begin - owned.chunks.begin
+    owned.master.values[first : first + move.target_numel] = move.converted(read)
 
 
 def _home(layout: Layout) -> dict[str, tuple[int, int]]:

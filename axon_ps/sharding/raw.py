@@ -1,0 +1,98 @@
+"""The values of raw parameters in arrays of their units, and their conversion to numbers and back. Pure.
+
+See `sharding.layout`, Note: [Raw parameters]. A conversion is needed if a checkpoint has a parameter as numbers and the
+model has it raw, or the other way round: it was frozen or unfrozen in between. Only floating-point dtypes are converted.
+
+    shape legend: n = elements of a tensor, w = words of a raw parameter
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from axon_ps.sharding.layout import WORD_BYTES, Parameter
+from axon_ps.types import WIRE_DTYPES, Array, DType
+
+
+def tensor_of(values: Array, parameter: Parameter) -> Array:
+    """Return the view of one parameter in the array of its unit, in its shape; of a raw one in its own dtype."""
+    part = values[parameter.offset : parameter.end]
+    if parameter.raw:
+        part = part.view(np.uint8)[: parameter.nbytes].view(parameter.dtype.numpy)
+    return part.reshape(parameter.shape)
+
+
+def elements_in(parameter: Parameter, begin: int, end: int) -> tuple[int, int]:
+    """Return the range of the tensor's elements that lie, wholly or in part, in [begin, end) of what the unit has of it.
+
+    Args:
+        parameter: the parameter.
+        begin: first element of its unit, counted from the parameter's first one.
+        end: one past the last.
+    """
+    if not parameter.raw:
+        return begin, end
+    itemsize = parameter.dtype.itemsize
+    last = min(-(-end * WORD_BYTES // itemsize), parameter.count)
+    return min(begin * WORD_BYTES // itemsize, last), last
+
+
+def words_with(parameter: Parameter, first: int, last: int) -> tuple[int, int]:
+    """Return the range of the unit, counted from the parameter's first element, that has elements [first, last)."""
+    if not parameter.raw:
+        return first, last
+    itemsize = parameter.dtype.itemsize
+    return first * itemsize // WORD_BYTES, -(-last * itemsize // WORD_BYTES)
+
+
+def numbers_of(values: Array, parameter: Parameter, begin: int, first: int, last: int) -> Array:
+    """Return elements [first, last) of a tensor as f32[last - first].
+
+    Args:
+        values: f32[m], a part of what the unit has of the parameter.
+        parameter: the parameter.
+        begin: its first element in the unit that is in `values`, counted from the parameter's first one.
+        first: first element of the tensor.
+        last: one past the last.
+    """
+    if not parameter.raw:
+        return values[first - begin : last - begin]
+    itemsize, skipped = parameter.dtype.itemsize, begin * WORD_BYTES
+    part = values.view(np.uint8)[first * itemsize - skipped : last * itemsize - skipped]
+    return _decoded(part.view(parameter.dtype.numpy), parameter.dtype)
+
+
+def words_of(numbers: Array, parameter: Parameter, first: int, begin: int, end: int) -> Array:
+    """Return what the unit has in [begin, end) of a parameter, from its elements from `first` on, as f32[end - begin].
+
+    Args:
+        numbers: f32[n]: the elements of `elements_in(parameter, begin, end)`.
+        parameter: the parameter. If it is raw, unused words become 0.
+        first: the first of these elements.
+        begin: first element of the unit, counted from the parameter's first one.
+        end: one past the last.
+    """
+    if not parameter.raw:
+        return numbers
+    made = np.zeros((end - begin) * WORD_BYTES, np.uint8)
+    encoded: Array = encoded_as(numbers, parameter.dtype).view(np.uint8)
+    encoded = encoded[begin * WORD_BYTES - first * parameter.dtype.itemsize :][: made.size]
+    made[: encoded.size] = encoded
+    return made.view(np.float32)
+
+
+def encoded_as(numbers: Array, dtype: DType) -> Array:
+    """Convert f32 values to another dtype, rounded to nearest."""
+    if dtype in WIRE_DTYPES:
+        from axon_ps.compress import cast  # numba: only where it is needed
+
+        return cast.encoded(numbers, dtype)
+    return numbers.astype(dtype.numpy) if dtype.is_float else np.rint(numbers).astype(dtype.numpy)
+
+
+def _decoded(values: Array, dtype: DType) -> Array:
+    if dtype in WIRE_DTYPES:
+        from axon_ps.compress import cast
+
+        return cast.decoded(np.ascontiguousarray(values), dtype)
+    return values.astype(np.float32)
