@@ -1,7 +1,8 @@
 """The values of raw parameters in arrays of their units, and their conversion to numbers and back. Pure.
 
 See `sharding.layout`, Note: [Raw parameters]. A conversion is needed if a checkpoint has a parameter as numbers and the
-model has it raw, or the other way round: it was frozen or unfrozen in between. Only floating-point dtypes are converted.
+model has it raw, or the other way round: it was frozen or unfrozen in between. Only floating-point dtypes are
+converted.
 
     shape legend: n = elements of a tensor, w = words of a raw parameter
 """
@@ -23,11 +24,11 @@ def tensor_of(values: Array, parameter: Parameter) -> Array:
 
 
 def elements_in(parameter: Parameter, begin: int, end: int) -> tuple[int, int]:
-    """Return the range of the tensor's elements that lie, wholly or in part, in [begin, end) of what the unit has of it.
+    """Return the range of the tensor's elements that lie, wholly or in part, in elements [begin, end) of its unit.
 
     Args:
         parameter: the parameter.
-        begin: first element of its unit, counted from the parameter's first one.
+        begin: first element of the unit, counted from the parameter's first one.
         end: one past the last.
     """
     if not parameter.raw:

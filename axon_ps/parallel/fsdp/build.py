@@ -101,6 +101,7 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
             built=built,
             node_size=node_size,
             prefetch=given.prefetch,
+            retain_frozen=given.retain_frozen,
         )
         traffic.log_choice(wrapping, wrapped_units, world.membership, why)
         yield wrapping, wrapped_units
@@ -208,11 +209,14 @@ def server_runtime(
     limit_bytes = BUFFERS * max(size_bytes(w.unit) for w in wrapped_units) + sum(size_bytes(w.unit) for w in beside)
     pool = BufferPool(limit_bytes, wrapping.meter, pinned=wrapping.on_device, device=in_node)
 
+    def stays(unit: Unit) -> bool:
+        return wrapping.retains(unit) and not (has_host_copies or is_buffered(unit))
+
     def source_of(unit: Unit) -> ParameterSource:
         buffered = is_buffered(unit)
         if node is not None:
             return NodeSource(node, pool, buffered=buffered, on_device=in_node is not None)
-        if has_host_copies:
+        if has_host_copies or (buffered and wrapping.retains(unit)):
             copy = host_empty(unit.numel, TORCH_DTYPES[wrapping.wire_of(unit)], pinned=wrapping.on_device)
             wrapping.meter.add(copy.nbytes)
             return HostCopySource(client, copy)
@@ -220,7 +224,7 @@ def server_runtime(
         return remote if buffered else MappedSource(client, remote)
 
     flats = [
-        FlatUnit(index, wrapped, source_of(wrapped.unit), wrapping, resident=resident)
+        FlatUnit(index, wrapped, source_of(wrapped.unit), wrapping, resident=resident or stays(wrapped.unit))
         for index, wrapped in enumerate(wrapped_units)
     ]
     units = _module_units(module, wrapped_units, flats)

@@ -145,7 +145,7 @@ class FlatUnit:
         wrapped: its layout and its parameters, whose `data` is set from now on.
         source: the source of its values.
         wrapping: the options with which the model is wrapped.
-        resident: retain the values between uses (SHARD_GRAD_OP).
+        resident: retain the values between uses (SHARD_GRAD_OP, and frozen units).
 
     Attributes:
         state: see Note: [States of a unit].
@@ -157,6 +157,7 @@ class FlatUnit:
         wire_bytes: memory of the unit in that dtype.
         values_at: (epoch, version) of the values in `flat`; None = it has none.
         runtime: returns the runtime, which gathers it when backward reads what was saved of it; None = not yet set.
+        retained: True if the values stay in some memory although the strategy reshards the unit.
     """
 
     sharded = True
@@ -182,6 +183,7 @@ class FlatUnit:
         self.wire = wrapping.wire_of(unit)
         self.wire_bytes = unit.numel * self.wire.itemsize
         self.resident = resident
+        self.retained = wrapping.retains(unit)
         self._meter = wrapping.meter
         self._counters = wrapping.counters
         self.state = UnitState.SHARDED

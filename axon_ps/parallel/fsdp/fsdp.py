@@ -69,6 +69,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         ignored_parameters: parameters that stay unchanged: each worker's own, not averaged.
         intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
+        retain_frozen: FULL_SHARD: frozen units stay in this worker's memory, and are gathered once. A step then moves
+            none of them. False = they are gathered for each use, as others are. See docs/lora.md for the memory.
         param_init_fn: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
         plan_options: the sizes in which units are cut; None = chunks of about 2^18 elements (2^19 if all values are
             sent compressed), of a length that cuts the largest units evenly.
@@ -108,6 +110,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         ignored_parameters: Iterable[nn.Parameter] = (),
         intra_node_size: int | None = None,
         prefetch: bool = True,
+        retain_frozen: bool = True,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         plan_options: PlanOptions | None = None,
         device: torch.device | str | None = None,
@@ -127,6 +130,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             "ignored_parameters": ignored_parameters,
             "intra_node_size": intra_node_size,
             "prefetch": prefetch,
+            "retain_frozen": retain_frozen,
             "param_init_fn": param_init_fn,
             "plan_options": plan_options,
             "device": device,

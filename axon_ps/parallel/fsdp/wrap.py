@@ -7,10 +7,17 @@ exist only for the second. Frozen ones that are not in float32 become a third: t
 
 Note: [Frozen parameters travel as their bits]
     A raw parameter has the dtype in which it was built: on the servers, on the wire, in checkpoints and exports
-    (`sharding.layout`, Note: [Raw parameters]). It may have any dtype that has bits: quantised weights (uint8, int8,
-    float8), bfloat16, float64, indices, masks. `param_dtype` casts floating-point ones on the worker, but neither float8
-    nor the others: their values mean nothing without their scales. A frozen float32 parameter is no raw one, so that it
-    is sent as the model's other parameters are. Only float32, bfloat16 and float16 parameters can be trainable.
+    (`sharding.layout`, Note: [Raw parameters]). It may have any dtype: quantised weights (uint8, int8, float8),
+    bfloat16, float64, indices, masks. `param_dtype` casts bfloat16, float16 and float64 on the worker, and no other
+    one: quantised values mean nothing without their scales. A frozen float32 parameter is not raw, so that it is sent
+    as the trainable ones are. Only float32, bfloat16 and float16 parameters can be trainable.
+
+Note: [Frozen parameters stay]
+    No step changes a frozen unit, so it is gathered once in an epoch and then stays in the worker's memory, under
+    FULL_SHARD too (`Wrapping.retains`). If gathered values are those that parameters compute with, the unit stays
+    unsharded. If they are cast or copied to a GPU, a copy in host memory stays, in the wire dtype. A unit that is
+    mapped in the memory of a server of this host takes no memory of the worker. With `retain_frozen=False` frozen units
+    come and go as others do.
 
 Parameters have the names that state dicts have, without torch's wrappers for activation checkpointing. A model that
 cannot be sharded is refused here, before any other process is told of it. The error names the parameter and a remedy.
@@ -80,6 +87,7 @@ class Wrapping:
         built: the dtype that holds the values of all parameters as they were built, except of raw ones.
         node_size: workers of a node.
         prefetch: True if units are gathered before they are needed.
+        retain_frozen: True if frozen units stay in the memory of this worker; see Note: [Frozen parameters stay].
         meter: counts the bytes of parameters.
         counters: those of `statistics()`.
     """
@@ -94,6 +102,7 @@ class Wrapping:
     built: torch.dtype
     node_size: int
     prefetch: bool
+    retain_frozen: bool = True
     meter: Meter = field(default_factory=Meter)
     counters: Counters = field(default_factory=Counters)
 
@@ -126,6 +135,10 @@ class Wrapping:
     def wire_of(self, unit: Unit) -> DType:
         """Return the dtype of a unit's gathered values: `wire`, or that of words of raw parameters."""
         return DType.F32 if unit.raw else self.wire
+
+    def retains(self, unit: Unit) -> bool:
+        """Return True if a unit stays although the strategy reshards it; see Note: [Frozen parameters stay]."""
+        return self.retain_frozen and not unit.trainable and self.strategy is ShardingStrategy.FULL_SHARD
 
     @property
     def replicated(self) -> bool:
