@@ -614,7 +614,11 @@ class FullyShardedDataParallel(ModuleWrapper):
             layout,
             [
                 UnitBytes(
-                    numel=sum(f.nbytes // compute.itemsize if f.unit.raw else f.unit.numel for f in u.flats),
+                    numel=sum(
+                        f.nbytes // compute.itemsize if f.unit.raw else f.unit.numel
+                        for f in u.flats
+                        if not (f.retained and f.resident)
+                    ),
                     trainable_numel=sum(f.unit.numel for f in u.flats if f.trainable),
                 )
                 for u in runtime.units
@@ -630,6 +634,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             copied=any(flat.swapped for flat in runtime.flats),
             buffered=any(f.source.buffered for f in runtime.flats),
             world_size=self.process_group.world_size,
+            retained_bytes=sum(f.nbytes if f.resident else f.wire_bytes for f in runtime.flats if f.retained),
         )
 
     def memory_stats(self) -> MemoryStats:

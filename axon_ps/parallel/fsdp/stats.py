@@ -11,6 +11,9 @@ HYBRID_SHARD    w·P/G + c·(r + 2u)                       g·2u          on the
 NO_SHARD        m·P, + c·(r + u) if computed in copies   m·T           s·T
 + PARAMS, FULL  w·P on the host + c·(r + u)              g·2u          on the servers
 
+Raw parameters count as so many as take their bytes in compute. FULL_SHARD adds the bytes of frozen units that stay
+(`wrap`, Note: [Frozen parameters stay]): if they are not cast, they are in neither u nor r.
+
 Values come into buffers where they are cast, decompressed, or copied to a GPU. A unit with frozen parameters is
 resharded one unit later in backward. This adds c·u to the rows with c·(r + u). Under SHARD_GRAD_OP with buffers it adds
 2·w·f, where f is the largest number of frozen parameters of a unit.
@@ -160,6 +163,7 @@ def estimate(
     copied: bool,
     buffered: bool,
     world_size: int,
+    retained_bytes: int = 0,
 ) -> FSDPMemoryStats:
     """Compute one row of the table in the module's docstring.
 
@@ -177,6 +181,7 @@ def estimate(
         copied: NO_SHARD: True if the module computes with copies of the masters.
         buffered: True if values are gathered into buffers.
         world_size: workers.
+        retained_bytes: FULL_SHARD: frozen units that stay in memory, which `units` does not have.
     """
     total, trainable = layout.numel, layout.trainable_numel
     inner = units[1:]
@@ -199,7 +204,7 @@ def estimate(
     elif strategy is ShardingStrategy.SHARD_GRAD_OP:
         params = compute_bytes * total + (wire_bytes * (trainable + 2 * frozen) if buffered else 0)
     else:
-        params = prefetched
+        params = prefetched + retained_bytes
     return FSDPMemoryStats(
         total_params=total,
         param_memory_bytes=params,
