@@ -21,6 +21,7 @@ from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.checkpoints import groups, own_state
 from axon_ps.parallel.ddp import torch_arguments
 from axon_ps.parallel.fsdp import arguments, build, hooks, stats
+from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
 from axon_ps.parallel.fsdp.forwards import check_idle
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
@@ -612,17 +613,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         trainable, state_bytes = max(1, layout.trainable_numel), runtime.optimizer_bytes
         return stats.estimate(
             layout,
-            [
-                UnitBytes(
-                    numel=sum(
-                        f.nbytes // compute.itemsize if f.unit.raw else f.unit.numel
-                        for f in u.flats
-                        if not (f.retained and f.resident)
-                    ),
-                    trainable_numel=sum(f.unit.numel for f in u.flats if f.trainable),
-                )
-                for u in runtime.units
-            ],
+            [_unit_bytes(unit, compute.itemsize) for unit in runtime.units],
             strategy=self.strategy,
             offload=wrapping.offload,
             compute_bytes=compute.itemsize,
@@ -649,6 +640,17 @@ class FullyShardedDataParallel(ModuleWrapper):
     def runtime(self) -> Runtime:
         """The model's runtime, for optimizers."""
         return self._runtime
+
+
+def _unit_bytes(unit: ModuleUnit, compute_bytes: int) -> UnitBytes:
+    """Return the elements of a module unit; raw parameters count as so many as take their bytes."""
+    found = {flat: flat.nbytes // compute_bytes if flat.unit.raw else flat.unit.numel for flat in unit.flats}
+    retained = sum(numel for flat, numel in found.items() if flat.retained and flat.resident)
+    return UnitBytes(
+        numel=sum(found.values()) - retained,
+        trainable_numel=sum(numel for flat, numel in found.items() if flat.trainable),
+        retained_numel=retained,
+    )
 
 
 def _end_of_loading(model: nn.Module, keys: _IncompatibleKeys) -> None:
