@@ -36,7 +36,7 @@ class Adapted(nn.Module):
         self.up = nn.Parameter(torch.zeros(width, RANK, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
+        weight: Tensor = self.weight
         if weight.dtype is torch.uint8:
             numbers = torch.stack([weight.view(-1) >> 4, weight.view(-1) & 15], -1)
             weight = (numbers.view(self.width, self.width).to(x.dtype) - 8) * SCALE
