@@ -49,7 +49,7 @@ class Adapted(nn.Module):
         return self.weight.float()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(x @ self.dequantised().T) + x @ self.down.T @ self.up.T
+        return x + torch.tanh(x @ self.dequantised().to(x.dtype).T) + x @ self.down.T @ self.up.T
 
 
 def build(base: Base) -> nn.Sequential:

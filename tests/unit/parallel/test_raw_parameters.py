@@ -15,7 +15,16 @@ from torch import nn
 from adapted_model import WIDTH, Adapted, Params4bit, adapter_bytes, batch, build, frozen_bits
 from axon_ps import World
 from axon_ps.errors import InvalidRequest, Misuse
-from axon_ps.parallel import FSDP, AdamW, CPUOffload, ShardingStrategy, fully_shard, load_weights, sharded_model
+from axon_ps.parallel import (
+    FSDP,
+    AdamW,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    load_weights,
+    sharded_model,
+)
 from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.storage.export import export_model
 from axon_ps.testing import run_threads
@@ -266,6 +275,32 @@ def test_a_step_of_adapters_moves_their_bytes_and_none_of_the_base(face: str, ba
         assert frozen_bits(whole.state_dict()) == frozen_bits(build(base).state_dict())
 
     run_threads(run, 3, shards=2)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("base", ["bf16", "4bit"])
+def test_adapters_are_cast_or_compressed_and_the_base_is_not(base: Any, strategy: str) -> None:
+    def run(world: World, wire: Any) -> None:
+        precision = MixedPrecision(param_dtype=torch.bfloat16, wire_dtype=wire)
+        model = FSDP(build(base), world, unit_types={Adapted}, sharding_strategy=strategy, mixed_precision=precision)
+        trained(model, model, batch(0), steps=4)
+        plain = build(base)
+        trained_plain(plain, batch(0), steps=4)
+        state = model.state_dict()
+        assert frozen_bits(state) == frozen_bits(plain.state_dict())
+        for name, p in plain.named_parameters() if wire != "int4" else ():
+            assert (state[name] - p).float().norm() <= 0.3 * p.float().norm(), (wire, name)
+
+    for wire in (None, "int8", "int4") if strategy != "NO_SHARD" else (None,):
+        run_threads(run, 2, shards=2, args=(wire,))
+
+
+def trained_plain(model: nn.Module, x: torch.Tensor, steps: int) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(steps):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_a_base_that_is_not_retained_is_gathered_for_each_use() -> None:
