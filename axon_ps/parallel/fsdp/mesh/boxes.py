@@ -72,7 +72,7 @@ def box_in(value: torch.Tensor, tensor: Any) -> torch.Tensor:
     """
     if not is_divided(tensor):
         return value.full_tensor() if is_divided(value) else value  # type: ignore[attr-defined]
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor
 
     if not isinstance(value, DTensor):
         _, _, begin = place_of(tensor, ())

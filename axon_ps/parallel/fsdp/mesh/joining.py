@@ -44,9 +44,7 @@ def check_divided(units: Sequence[WrappedUnit], line: Sequence[int], strategy: S
         )
 
 
-def joined(
-    mesh: MeshLines, model: str, units: Sequence[WrappedUnit]
-) -> tuple[str, Layout, tuple[WrappedUnit, ...]]:
+def joined(mesh: MeshLines, model: str, units: Sequence[WrappedUnit]) -> tuple[str, Layout, tuple[WrappedUnit, ...]]:
     """Return the class of the model, the layout of all lines, and this worker's units in it.
 
     Args:
@@ -94,6 +92,7 @@ def _described(mesh: MeshLines, model: str, units: Sequence[WrappedUnit]) -> Lin
                     names=names,
                     shape=tuple(box_of(param).shape),
                     dtype=spec.dtype,
+                    raw=spec.raw,
                     lines=tuple(sorted(numbers[rank] for rank in ranks)),
                     tensor_shape=shape,
                     begin=begin,

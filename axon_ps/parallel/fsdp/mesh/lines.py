@@ -117,9 +117,7 @@ def meet(world: World, name: str, line: Sequence[int], timeout_s: float) -> Mesh
     _check(lines, size)
     own = next(number for number, other in enumerate(lines) if rank in other)
     rows = tuple(tuple(ranks[other[i]] for other in lines) for i in range(len(line)))
-    return MeshLines(
-        world=world, name=name, own=own, lines=lines, replica=lines[own].index(rank), rows=rows
-    )
+    return MeshLines(world=world, name=name, own=own, lines=lines, replica=lines[own].index(rank), rows=rows)
 
 
 def _worker(text: bytes) -> Mapping[str, Any]:
