@@ -252,7 +252,8 @@ class Grouping:
 
     Attributes:
         by_node: the workers of a node.
-        size: with `by_node`, each `size` of them by local rank; 0 = all.
+        size: with `by_node`, those whose ranks have the same quotient by `size`; 0 = all. So a replica stays the same
+            when a worker of another one is lost.
         rows: the ranks of each replica's workers: the columns of a mesh; empty = not by ranks. Of such a replica all
             workers are needed. If one is missing, the others are in no replica.
 
@@ -285,7 +286,7 @@ class Grouping:
             named = ", ".join(map(str, self.rows[:_ROWS_NAMED]))
             return f"the workers of ranks {named}" + (" ..." if len(self.rows) > _ROWS_NAMED else "")
         if self.size:
-            return f"each {self.size} workers of a node"
+            return f"each {self.size} workers of a node by rank"
         return "the workers of each node" if self.by_node else "each worker"
 
     def incomplete(self, ranks: Collection[int]) -> list[tuple[int, ...]]:
@@ -304,6 +305,9 @@ class Grouping:
 
 EACH_WORKER: Final = Grouping()
 """Every worker is a replica."""
+
+EACH_NODE: Final = Grouping(by_node=True)
+"""The workers of every node are a replica."""
 
 _ROWS_NAMED: Final = 4
 
@@ -412,12 +416,18 @@ def numbered(workers: Iterable[Member], grouping: Grouping) -> tuple[tuple[Membe
         if grouping.rows:
             replica = of_rank.get(m.rank, -1)
         else:
-            nth = local_rank // grouping.size if grouping.size else 0
-            key = (m.node, nth) if grouping.by_node else (m.incarnation, 0)
+            quotient = m.rank // grouping.size if grouping.size else 0
+            key = (m.node, quotient) if grouping.by_node else (m.incarnation, 0)
             replica = replica_of.setdefault(key, len(replica_of))
         same = (m.local_rank, m.replica) == (local_rank, replica)
         found.append(m if same else dataclasses.replace(m, local_rank=local_rank, replica=replica))
     return tuple(found), len(set(of_rank.values())) if grouping.rows else len(replica_of)
+
+
+def replica_of(worker: Member, workers: Sequence[Member], grouping: Grouping) -> tuple[Member, ...]:
+    """Return the workers that make a replica with one of them, given by rank."""
+    found = {m.rank: m.replica for m in numbered(workers, grouping)[0]}
+    return tuple(m for m in workers if found[m.rank] == found.get(worker.rank))
 
 
 class Outcome(enum.Enum):

@@ -7,7 +7,8 @@ Note: [Residuals and steps that do not commit]
     In a push, gradient + now is compressed, and the compression error is written to `next`. If the step commits, next
     becomes now. If it does not commit, its gradient is lost, as it would be without compression, and `now` is
     unchanged. The residual of earlier steps is then sent with the next step, once. If a push is repeated in the same
-    step (after a broken connection), the same numbers are compressed to the same bytes.
+    step (after a broken connection), the same numbers are compressed to the same bytes. A range that is pushed again
+    for another addend of the step begins with the residual of the addend before it, whose push must have ended.
 
 Note: [Residuals and clipping]
     The servers multiply the received gradient by the step's clip factor, so the residual is multiplied by it too.
@@ -21,7 +22,7 @@ Note: [Residuals and clipping]
 
 A worker's residuals are lost when it ends. They are not in checkpoints, and start at zero when the job is restored.
 
-    memory: 8 bytes for every element that this worker pushes
+    memory: 8 bytes for every element that this worker pushes, 12 if a step has several addends
 """
 
 from __future__ import annotations
@@ -34,13 +35,27 @@ from axon_ps.types import Array
 
 
 class _Range:
-    """Elements [begin, end) of a unit: now and next, f32[end - begin] each."""
+    """Elements [begin, end) of a unit: now and next, f32[end - begin] each.
+
+    `before` is the residual with which the present addend begins.
+    """
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
         self.now: Array = np.zeros(end - begin, np.float32)
         self.next: Array = np.empty(end - begin, np.float32)
+        self.before = self.now
         self.step: int | None = None  # the step that `next` is of
+        self.addend = 0
+
+    def open(self, step: int, addend: int) -> tuple[Array, Array]:
+        """Return (before, next) for an addend of a step."""
+        if step != self.step:
+            self.step, self.addend, self.before = step, addend, self.now
+        elif addend != self.addend:
+            spare = np.empty_like(self.now) if self.before is self.now else self.before
+            self.addend, self.before, self.next = addend, self.next, spare
+        return self.before, self.next
 
 
 class Feedback:
@@ -50,8 +65,10 @@ class Feedback:
         self._lock = threading.Lock()
         self._ranges: dict[int, list[_Range]] = {}
 
-    def open(self, unit: int, begin: int, end: int, step: int) -> tuple[Array, Array]:
+    def open(self, unit: int, begin: int, end: int, step: int, addend: int = 0) -> tuple[Array, Array]:
         """Return (now, next), f32[end - begin] each, to push elements [begin, end) of a unit in a step.
+
+        For a later addend of the step, the first array is the residual of the addend before it.
 
         A step that was never settled counts as not committed. If the range changed (the workers of a node divided units
         anew), the residual of its elements is carried over. The residual of the other elements is dropped, since
@@ -67,8 +84,7 @@ class Feedback:
                     found.now[first - begin : last - begin] = other.now[first - other.begin : last - other.begin]
                     ranges.remove(other)
                 ranges.append(found)
-            found.step = step
-            return found.now, found.next
+            return found.open(step, addend)
 
     def settle(self, step: int, *, committed: bool, clip_factor: float = 1.0) -> None:
         """Replace the residual by that of a committed step, or drop that of a step that did not commit.
@@ -84,7 +100,7 @@ class Feedback:
                     r.now, r.next = r.next, r.now
                     if clip_factor != 1.0:
                         r.now *= np.float32(clip_factor)
-                r.step = None
+                r.step, r.before = None, r.now
 
     def clear(self) -> None:
         """Drop all residuals: the parameters were replaced."""
@@ -95,4 +111,5 @@ class Feedback:
     def nbytes(self) -> int:
         """Memory of all residuals."""
         with self._lock:
-            return sum(r.now.nbytes + r.next.nbytes for ranges in self._ranges.values() for r in ranges)
+            ranges = [r for ranges in self._ranges.values() for r in ranges]
+            return sum(r.now.nbytes * (2 if r.before is r.now else 3) for r in ranges)

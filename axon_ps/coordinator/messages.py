@@ -26,6 +26,7 @@ from axon_ps.wire.conversion import SAME, SET, Conversion, Field, checked
 from axon_ps.wire.differences import announced, difference_to_proto
 from axon_ps.wire.events import (
     MAX_BLOCKS,
+    Arrived,
     CheckpointReply,
     CheckpointStatus,
     Connectivity,
@@ -257,6 +258,9 @@ VOTE: Final = Conversion(
     optimizer=codec.CHANGE.field.or_none,
 )
 vote_from_proto = VOTE.from_proto
+
+ARRIVED: Final = Conversion(Arrived, policy_pb2.Arrived)
+arrived_from_proto = ARRIVED.from_proto
 
 
 def _check_sums(ready: Ready) -> None:

@@ -22,6 +22,7 @@ from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, LocalSteps, 
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
     COLLECTIVE_DTYPES,
+    EACH_NODE,
     EACH_WORKER,
     MAX_RANKS,
     CopyFrom,
@@ -313,11 +314,8 @@ GROUPING: Final = Conversion(
         from_proto=_rows_from_proto,
     ),
 )
-NODES: Final = Grouping(by_node=True)
-"""The workers of a node, which has a field of its own in messages: older processes know no other grouping."""
-
-GROUPING_ROW: Final = Field(
-    to_proto=lambda grouping: None if grouping in (EACH_WORKER, NODES) else GROUPING.to_proto(grouping),
+GROUPING_ROW: Final = Field(  # that of nodes has a field of its own: older processes know no other
+    to_proto=lambda grouping: None if grouping in (EACH_WORKER, EACH_NODE) else GROUPING.to_proto(grouping),
     from_proto=GROUPING.from_proto,
 )
 
@@ -336,7 +334,7 @@ _MEMBERSHIP: Final = Conversion(
 def membership_to_proto(membership: Membership) -> membership_pb2.MembershipEvent:
     """Convert a membership to a message."""
     message = _MEMBERSHIP.to_proto(membership)
-    message.by_node = membership.grouping == NODES
+    message.by_node = membership.grouping == EACH_NODE
     return message
 
 
@@ -347,7 +345,7 @@ def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership
         InvalidRequest: a member is malformed or in the wrong list, or the grouping of workers is invalid.
     """
     membership = _MEMBERSHIP.from_proto(message)
-    return dataclasses.replace(membership, grouping=NODES) if message.by_node else membership
+    return dataclasses.replace(membership, grouping=EACH_NODE) if message.by_node else membership
 
 
 MEMBERSHIP_ROW: Final = Field(to_proto=membership_to_proto, from_proto=membership_from_proto)
@@ -454,7 +452,7 @@ def _job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
         grad_dtype=dtype_to_proto(spec.precision.grad),
         chunk_numel=spec.options.chunk_numel,
         min_slice_numel=spec.options.min_slice_numel,
-        replica_is_node=spec.grouping == NODES,
+        replica_is_node=spec.grouping == EACH_NODE,
         grouping=GROUPING_ROW.to_proto(spec.grouping),
         policy=policy_to_proto(spec.policy),
         param_compression=None if param is None else compression_to_proto(param),
@@ -473,7 +471,7 @@ def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
         layout=layout_from_proto(message.layout),
         precision=_precision(message),
         options=PlanOptions(chunk_numel=message.chunk_numel, min_slice_numel=message.min_slice_numel),
-        grouping=NODES if message.replica_is_node else GROUPING_ROW.from_proto(message.grouping),
+        grouping=EACH_NODE if message.replica_is_node else GROUPING_ROW.from_proto(message.grouping),
         policy=policy_from_proto(message.policy) if message.HasField("policy") else Synchronous(),
         model=name_from_proto(message.model, "the model's class", empty=True),
     )

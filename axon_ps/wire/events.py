@@ -34,6 +34,7 @@ class Welcome:
         state_id: id of the coordinator's durable state. A new id means that the coordinator has lost its state.
         released: numbers of the models that the job has released.
         build: the coordinator's build.
+        addends: whether it decides steps of several addends.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Welcome:
     state_id: str = ""
     released: tuple[int, ...] = ()
     build: Build = field(default_factory=ours)
+    addends: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,6 +320,7 @@ class Vote:
         untouched: numbers in the layout of the trainable parameters without a gradient, ascending.
         withdrawn: its gradients must not count, so the step is aborted once all have voted.
         optimizer: replaces the model's optimizer with the step; the same in all votes. None = it does not change.
+        last_addend: number of the last addend that it has pushed; the same in all votes. See `shard.core.gradients`.
     """
 
     generation: int
@@ -334,6 +337,26 @@ class Vote:
     untouched: tuple[int, ...] = ()
     withdrawn: bool = False
     optimizer: OptimizerChange | None = None
+    last_addend: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """A worker's message that it waits in a step until the servers take its gradients.
+
+    Attributes:
+        generation: the generation.
+        step: the attempt.
+        model: the model.
+        blocked: as of a vote.
+        addend: number of the addend that it pushes.
+    """
+
+    generation: int
+    step: int
+    model: int = 0
+    blocked: bool = False
+    addend: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,6 +373,7 @@ class Ready:
         model: the model.
         placement: number of the placement that it knows. A report for an old placement does not count.
         digests: by number, digests of the slices that others have, too, after the last commit.
+        last_addend: number of the last addend in the sums. A later report may have a later one.
     """
 
     generation: int
@@ -359,6 +383,7 @@ class Ready:
     model: int = 0
     placement: int = 0
     digests: Mapping[int, int] = field(default_factory=dict)
+    last_addend: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from axon_ps.collectives.group_calls import GroupCalls
 from axon_ps.collectives.group_members import WORLD_PREFIX, GroupMembers
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, MemberLost
-from axon_ps.types import Member, Membership
+from axon_ps.types import EACH_NODE, Grouping, Member, Membership, replica_of
 
 _NODE = "node"
 
@@ -124,10 +124,13 @@ class Groups:
         with self._lock:
             self._made = {k: g for k, g in self._made.items() if k not in over}
 
-    def node(self) -> ProcessGroup:
+    def node(self, grouping: Grouping = EACH_NODE) -> ProcessGroup:
         """Make a group of the workers that are on this worker's node now. Only these take part in the collective call.
 
         All of them must make the same number of such groups, in the same order.
+
+        Args:
+            grouping: the workers of this worker's replica by this are taken.
 
         Raises:
             MemberLost: the coordinator does not count this worker as a member.
@@ -136,7 +139,7 @@ class Groups:
             me = next((m for m in self._workers if m.incarnation == self._incarnation()), None)
             if me is None:
                 raise MemberLost("the coordinator lost sight of this worker, which is in no group until it is back")
-            members = tuple(m for m in self._workers if m.node == me.node)
+            members = replica_of(me, self._workers, grouping)
             self._node_groups[_key(members)] += 1  # it never decreases: a name is not used again
             number = str(self._node_groups[_key(members)])
             name = f"node-{_digest_of(members)}/{number}"

@@ -30,7 +30,7 @@ from axon_ps.host import fork
 from axon_ps.observe.loggers.base import Logger
 from axon_ps.observe.metrics.sources import Source
 from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.types import Array, Decision, Member, Membership
+from axon_ps.types import EACH_NODE, Array, Decision, Grouping, Member, Membership
 from axon_ps.wire.events import VoteRequest
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
@@ -263,15 +263,18 @@ class World:
             raise InvalidRequest(f"new_group was given rank {unknown[0]}; the workers are {list(group.ranks)}")
         return group.new_group([group.ranks.index(r) for r in ranks], backend=backend)
 
-    def node_group(self) -> ProcessGroup:
+    def node_group(self, grouping: Grouping = EACH_NODE) -> ProcessGroup:
         """Make a group of the workers on this worker's node. Only they need to call it.
+
+        Args:
+            grouping: with a size, the group has only those of a part of the node.
 
         Raises:
             MemberLost: this worker is not a member any more.
             Closed: the world was closed.
         """
         self._limit(None)
-        return self._groups.node()
+        return self._groups.node(grouping)
 
     @staticmethod
     def current() -> World | None:

@@ -45,7 +45,7 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Array, Decision, DType, Membership, OptimizerSpec, Outcome, Role
-from axon_ps.wire.events import FIRST_VALUES, ModelPosition, Position, Vote
+from axon_ps.wire.events import FIRST_VALUES, Arrived, ModelPosition, Position, Vote
 from axon_ps.wire.v1 import state_pb2
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient
@@ -331,7 +331,7 @@ class SimulatedWorker:
             _, left = await asyncio.wait(left, timeout=1.0)
             if self.view.failure is None and self.steps.view.valid(ticket):
                 if left:
-                    self.client.arrived(generation=ticket.generation, step=ticket.step)
+                    self.client.arrived(Arrived(generation=ticket.generation, step=ticket.step))
             elif collective.cancel():
                 left.discard(collective)
         if collective.done() and not collective.cancelled():

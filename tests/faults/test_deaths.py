@@ -27,11 +27,14 @@ from pausing import make_pipes, pause, paused
 STEPS, FATAL = 12, 5
 
 
-def train(strategy: str, victim: int, when: str, pipes: Path) -> tuple[Values, list[int], int]:
+def train(
+    strategy: str, victim: int, when: str, pipes: Path, node_size: int | None = None
+) -> tuple[Values, list[int], int]:
     """Train to version STEPS; rank `victim` kills itself at version FATAL. Values, replicas per version, aborts."""
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=HANG_S) as world:
-        model = wrapped(world, sharding_strategy=parallel.ShardingStrategy[strategy])
+        chosen = parallel.ShardingStrategy[strategy]
+        model = wrapped(world, sharding_strategy=chosen, intra_node_size=node_size)
         optimizer = parallel.SGD(model, lr=0.1, momentum=0.9)
         participated: list[int] = []
         aborted = 0
@@ -75,12 +78,16 @@ def test_a_worker_that_is_killed_costs_one_attempt_and_no_committed_step(
     assert_close(values, plain(participated))
 
 
-@pytest.mark.parametrize("when", ["forward", "backward", "step"])
-def test_a_worker_that_is_killed_ends_its_node_and_the_other_nodes_go_on(when: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("when", "nodes"), [("forward", "ab"), ("backward", "ab"), ("step", "ab"), ("backward", "aa"), ("step", "aa")]
+)
+def test_a_worker_that_is_killed_ends_its_node_and_the_other_nodes_go_on(when: str, nodes: str, tmp_path: Path) -> None:
+    """Four workers of one host may be two nodes, too."""
     with LocalCluster(shards=2, world_size=4, min_workers=2) as cluster:
+        args = ("HYBRID_SHARD", 3, when, tmp_path, 2)
         workers = [
-            *cluster.start_workers(train, ranks=(0, 1), args=("HYBRID_SHARD", 3, when, tmp_path), env=node("a")),
-            *cluster.start_workers(train, ranks=(2, 3), args=("HYBRID_SHARD", 3, when, tmp_path), env=node("b")),
+            *cluster.start_workers(train, ranks=(0, 1), args=args, env=node(nodes[0])),
+            *cluster.start_workers(train, ranks=(2, 3), args=args, env=node(nodes[1])),
         ]
         results = results_of(workers, timeout_s=WHOLE_S, check=False)
     *survivors, widow, victim = results

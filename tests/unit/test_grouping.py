@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import EACH_WORKER, MAX_RANKS, Grouping, Member, Role, numbered
+from axon_ps.types import EACH_WORKER, MAX_RANKS, Grouping, Member, Role, numbered, replica_of
 
 
 def workers(*ranks: int, per_node: int = 4) -> list[Member]:
@@ -43,8 +43,11 @@ def test_a_row_that_lacks_a_worker_is_no_replica() -> None:
     assert mesh.incomplete(range(6)) == []
 
 
-def test_a_node_that_lacks_a_worker_is_divided_anew() -> None:
-    assert replicas(Grouping(by_node=True, size=2), 0, 2, 3, 4, 5) == ([0, 0, 1, 2, 2], 3)
+def test_a_part_of_a_node_stays_the_same_when_another_lacks_a_worker() -> None:
+    halves = Grouping(by_node=True, size=2)
+    assert replicas(halves, 0, 2, 3, 4, 5) == ([0, 1, 1, 2, 2], 3)
+    there = workers(0, 2, 3, 4, 5)
+    assert [m.rank for m in replica_of(there[1], there, halves)] == [2, 3]
 
 
 def test_workers_keep_what_does_not_change() -> None:
@@ -75,6 +78,6 @@ def test_a_grouping_that_cannot_be_is_refused(given: dict[str, object], error: s
 def test_a_grouping_in_words() -> None:
     assert str(EACH_WORKER) == "each worker"
     assert str(Grouping(by_node=True)) == "the workers of each node"
-    assert str(Grouping(by_node=True, size=2)) == "each 2 workers of a node"
+    assert str(Grouping(by_node=True, size=2)) == "each 2 workers of a node by rank"
     assert str(Grouping(rows=((0, 2), (1, 3)))) == "the workers of ranks (0, 2), (1, 3)"
     assert str(Grouping(rows=tuple((r,) for r in range(9)))).endswith("(3,) ...")

@@ -25,6 +25,7 @@ from axon_ps.coordinator.client.heartbeat import heartbeat
 from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.coordinator.client.session_stream import Handlers, SessionStream
 from axon_ps.coordinator.messages import (
+    ARRIVED,
     copied_to_proto,
     corrupted_to_proto,
     initialized_to_proto,
@@ -55,6 +56,7 @@ from axon_ps.rpc.status import error_to_detail
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import build
 from axon_ps.wire.events import (
+    Arrived,
     CheckpointReply,
     Copied,
     Corrupted,
@@ -83,7 +85,6 @@ from axon_ps.wire.v1 import (
     common_pb2,
     membership_pb2,
     memory_pb2,
-    policy_pb2,
     session_pb2,
 )
 
@@ -128,6 +129,7 @@ class CoordinatorClient(Calls):
     Attributes:
         rank: ours, from the first Welcome on; -1 before.
         lease_s: seconds for which the coordinator tolerates our silence.
+        sums_addends: whether the coordinator decides steps of several addends.
         world_size: workers the job starts with.
         num_shards: shard servers of the job.
         measure: returns the measurements of heartbeats by name; called on the loop's thread.
@@ -161,10 +163,9 @@ class CoordinatorClient(Calls):
         self.role = role
         self.node = node
         self.incarnation = incarnation or uuid.uuid4().hex
-        self.rank = -1
-        self.lease_s = 5.0
-        self.world_size = world_size
-        self.num_shards = 0
+        self.rank, self.lease_s = -1, 5.0
+        self.sums_addends = True
+        self.world_size, self.num_shards = world_size, 0
         self.measure: Callable[[], Mapping[str, float]] = dict
         self.log: LogBuffer | None = None
         self.memory: Callable[[], ServerMemory | None] = lambda: None
@@ -280,10 +281,9 @@ class CoordinatorClient(Calls):
         """
         self._call_soon(self._send_step_message, vote, replica)
 
-    def arrived(self, *, generation: int, step: int, model: int = 0, blocked: bool = False) -> None:
+    def arrived(self, arrived: Arrived) -> None:
         """Worker: report that it waits in a step until the servers take its gradients."""
-        arrived = policy_pb2.Arrived(generation=generation, step=step, model=model, blocked=blocked)
-        self._call_soon(self._stream.send, session_pb2.SessionRequest(arrived=arrived))
+        self._call_soon(self._stream.send, session_pb2.SessionRequest(arrived=ARRIVED.to_proto(arrived)))
 
     def ready(self, ready: Ready, replica: int | None = None) -> None:
         """Shard server: report that every slice has the gradients of every replica.
@@ -417,6 +417,7 @@ class CoordinatorClient(Calls):
     def _welcomed(self, event: Welcome) -> None:
         build.check(event.build, f"the coordinator at {self.address}", f"this {self.role.value}")
         self.rank, self.lease_s, self.state_id = event.rank, event.lease_s, event.state_id
+        self.sums_addends = event.addends
         self.world_size, self.num_shards = event.world_size or self.world_size, event.num_shards
 
     def _attach(self, was_member: bool) -> None:

@@ -37,6 +37,7 @@ from axon_ps.types import Membership, Role
 from axon_ps.wire import codec
 from axon_ps.wire.build import check as check_build
 from axon_ps.wire.events import (
+    Arrived,
     Connectivity,
     Copied,
     Corrupted,
@@ -197,13 +198,11 @@ class CoordinatorState:
 
     # ------------------------------------------------------------------ steps
 
-    def arrived(
-        self, session: int, generation: int, step: int, now: float, *, model: int = 0, blocked: bool = False
-    ) -> list[Action]:
+    def arrived(self, session: int, arrived: Arrived, now: float) -> list[Action]:
         """Note that a worker waits in a step until the servers take its gradients."""
         if (entry := self._sender(session, now, Role.WORKER, "arrives")) is not None:
-            self._timed([entry.member.rank], model, generation, step, now)
-            self.assembly.stepping.arrived(entry.member.rank, model, generation, step, blocked=blocked)
+            self._timed([entry.member.rank], arrived.model, arrived.generation, arrived.step, now)
+            self.assembly.stepping.arrived(entry.member.rank, arrived)
             self._look(now)
         return self._out.take()
 

@@ -17,6 +17,7 @@ from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import (
+    arrived_from_proto,
     connectivity_from_proto,
     copied_from_proto,
     corrupted_from_proto,
@@ -117,10 +118,7 @@ class MemberMessages:
             logged = state.logged(session, beat.logs[:MAX_LOGS], beat.logs_dropped + len(beat.logs[MAX_LOGS:]), now)
             return [*logged, *state.heartbeat(session, _metrics(beat), now, connectivity=connectivity_from_proto(beat))]
         if kind == "arrived":
-            arrived = message.arrived
-            return state.arrived(
-                session, arrived.generation, arrived.step, now, model=arrived.model, blocked=arrived.blocked
-            )
+            return state.arrived(session, arrived_from_proto(message.arrived), now)
         if kind == "copied":
             return state.copied(session, copied_from_proto(message.copied), now)
         if kind == "corrupted":

@@ -36,14 +36,19 @@ from axon_ps.parallel.fsdp.on_servers import traffic
 from axon_ps.parallel.fsdp.on_servers.server_runtime import ServerRuntime
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, NodeSource, ParameterSource, RemoteSource
-from axon_ps.parallel.fsdp.strategy import ShardingStrategy, check_sub_group, checked_node_size, checked_policy
+from axon_ps.parallel.fsdp.strategy import (
+    ShardingStrategy,
+    check_sub_group,
+    checked_node_size,
+    checked_policy,
+    grouping_of,
+)
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.precision import TORCH_DTYPES, view_of
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import default_options
-from axon_ps.types import Grouping
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import World, world_of
 
@@ -89,7 +94,7 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
         layout=layout,
         precision=precision,
         options=given.plan_options or even_options(layout, world.num_shards, node_size, default_options(precision)),
-        grouping=Grouping(by_node=strategy is ShardingStrategy.HYBRID_SHARD),
+        grouping=grouping_of(strategy, node_size, members),
         policy=policy,
         model=type(module).__qualname__,
     )
@@ -261,7 +266,7 @@ def _node_steps(wrapping: Wrapping, client: StepClient) -> NodeSteps:
     world = world_of(wrapping.group)
     return NodeSteps(
         client,
-        WorldNodeGroups(world, wrapping.node_size),
+        WorldNodeGroups(world, wrapping.node_size, wrapping.spec.grouping),
         wrapping.spec,
         [wrapping.wire_of(unit) for unit in wrapping.spec.layout.units],
         world.num_shards,

@@ -68,7 +68,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         auto_wrap_policy: returns True for a module that becomes a unit; instead of `unit_types`. Torch's
             `ModuleWrapPolicy` and `transformer_auto_wrap_policy` are accepted, too.
         ignored_parameters: parameters that stay unchanged: each worker's own, not averaged.
-        intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
+        intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has. On a host with a
+            multiple of G workers, each G of them by rank are a node.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
         retain_frozen: FULL_SHARD: frozen units stay in this worker's memory, and are gathered once. A step then moves
             none of them. False = they are gathered for each use, as others are. See docs/lora.md for the memory.

@@ -104,7 +104,6 @@ class Runtime(AbstractRuntime):
         self._thread = OneThread(self)
         self.one_version = OneVersion(self.units, lambda: self.now, self.gathering, self.counters)
         self.has_gradients = False
-        self._pushed: set[int] = set()  # units whose gradients have left for this step
         self._zeroed: set[nn.Parameter] = set()  # their gradients are zeros, where torch's would be
         self.left: set[nn.Parameter] = set()
         self._broken = False  # True if the last backward was broken off, and `zero_grad` was not called since
@@ -128,7 +127,7 @@ class Runtime(AbstractRuntime):
         """Prepare for a forward that may be the first of a step."""
 
     def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
-        """Gather a unit behind its push, as the step is expected to leave it."""
+        """Gather a unit, as the step is expected to leave it, if its gradient has left."""
 
     # ------------------------------------------------------------------ forward
 
@@ -299,8 +298,7 @@ class Runtime(AbstractRuntime):
         """Reshard a unit in backward, and gather it behind its push, as the step is expected to leave it."""
         self.gathering.reshard(unit)
         for flat in unit.trained if not unit.held else ():
-            if flat.index in self._pushed:
-                self._gather_speculative(unit, flat)
+            self._gather_speculative(unit, flat)
 
     def _after_backward(self) -> None:
         """End a backward: push the remaining gradients, reshard all modules but those whose forward is under way."""
@@ -337,10 +335,9 @@ class Runtime(AbstractRuntime):
         if self.accumulation.goes_on:
             return
         for unit in reversed(self.units):
-            for flat in unit.trained:
-                if flat.index not in self._pushed and flat.grads.present:
-                    self._push(flat)
-                    self._gather_speculative(unit, flat)
+            for flat in (flat for flat in unit.trained if flat.grads.present):
+                self._push(flat)
+                self._gather_speculative(unit, flat)
 
     # ------------------------------------------------------------------ gradients
 
@@ -366,8 +363,7 @@ class Runtime(AbstractRuntime):
         present = {p for flat in self.flats for p in flat.params if p.grad is not None}  # as torch would see them
         zeroed = self._zeroed if set_to_none else present | self._zeroed
         self.left = {p for p in leaving if p.grad is not None or p in self.left}
-        if self._pushed:
-            self._withdraw()
+        self._withdraw()
         for flat in self.flats:
             self.grad_meter.add(-flat.grads.staged_bytes)
             flat.grads.pop()
@@ -383,7 +379,7 @@ class Runtime(AbstractRuntime):
         return self.accumulation.sums_batches and self.has_gradients and not self._broken
 
     def _withdraw(self) -> None:
-        """Withdraw the gradients that were sent for the step under way."""
+        """Withdraw the gradients that were sent for the step under way, if there are any."""
         raise NotImplementedError
 
     def reset(self) -> None:

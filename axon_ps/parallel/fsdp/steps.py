@@ -154,12 +154,14 @@ class Steps(Protocol):
         max_norm: float,
         hyper: Sequence[Hyper],
         commit: Mapping[str, str] | None = None,
+        weight: float | None = None,
         untouched: Iterable[int] = (),
         withdrawn: bool = False,
         optimizer: OptimizerChange | None = None,
     ) -> Decision:
         """Vote that all gradients were pushed, with these values to commit, and wait for the decision.
 
+        The sum of all pushes is divided by the sum of all weights; None = by 1.
         `optimizer` replaces the model's with the step.
         """
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.policy import LocalSteps, Policy
-from axon_ps.types import Member
+from axon_ps.types import EACH_NODE, EACH_WORKER, Grouping, Member
 
 
 class ShardingStrategy(enum.Enum):
@@ -26,7 +26,7 @@ class ShardingStrategy(enum.Enum):
     HYBRID_SHARD: the workers of a node are one replica. Each of G workers has 1/G of every unit, in the wire dtype. A
     unit is gathered inside the node, and its gradient is averaged there. Each worker pushes and pulls its own shard.
     The step is made on the servers. The workers of a node run the same modules in the same order (on different data),
-    as under torch's FSDP.
+    as under torch's FSDP. With `intra_node_size=G` and a multiple of G workers on a host, each G of them are a node.
 
     NO_SHARD (DDP): every worker has all parameters, and the servers none. Gradients are averaged over the workers while
     backward runs, and are in `param.grad` after it. The step is that of a local optimizer, torch's or ours.
@@ -122,12 +122,13 @@ def checked_node_size(size: int | None, strategy: ShardingStrategy, members: Seq
     """Return the number of workers that share a unit inside a node; 1 except under HYBRID_SHARD.
 
     Args:
-        size: the number given; None = as many as a node has.
+        size: the number given; None = as many as a node has. If a host has a multiple of it, so many workers of the
+            host, those of consecutive ranks, count as a node.
         strategy: the strategy.
         members: the workers of the world.
 
     Raises:
-        InvalidRequest: a node has another number of workers, or a size was given for another strategy.
+        InvalidRequest: a host has no multiple of it, or a size was given for another strategy.
     """
     if strategy is not ShardingStrategy.HYBRID_SHARD:
         if size is not None:
@@ -139,10 +140,26 @@ def checked_node_size(size: int | None, strategy: ShardingStrategy, members: Seq
         raise InvalidRequest(
             f"intra_node_size is {size} and the world has {len(members)} workers; the world must be a multiple of it"
         )
-    if wrong := {node: n for node, n in workers.items() if n != size}:
+    if wrong := {node: n for node, n in workers.items() if n % size}:
         node, n = next(iter(wrong.items()))
         raise InvalidRequest(
-            f"intra_node_size is {size}, but node {node!r} has {n} workers; every node must have {size} (a node is "
-            "a host, or named by AXON_PS_NODE)"
+            f"intra_node_size is {size}, but node {node!r} has {n} workers; every node must have {size}, or a multiple "
+            "(a node is a host, or named by AXON_PS_NODE)"
         )
+    if size not in workers.values():
+        parts = Counter((member.node, member.rank // size) for member in members)
+        if wrong_part := next((node for (node, _), n in parts.items() if n != size), None):
+            ranks = [member.rank for member in members if member.node == wrong_part]
+            raise InvalidRequest(
+                f"intra_node_size is {size}, and node {wrong_part!r} has ranks {ranks}; {size} workers of a host are a "
+                f"node if their ranks follow each other, from a multiple of {size} on"
+            )
     return size
+
+
+def grouping_of(strategy: ShardingStrategy, node_size: int, members: Sequence[Member]) -> Grouping:
+    """Return the workers that make a replica together, for a node size that was checked."""
+    if strategy is not ShardingStrategy.HYBRID_SHARD:
+        return EACH_WORKER
+    most = max(Counter(member.node for member in members).values())
+    return EACH_NODE if most == node_size else Grouping(by_node=True, size=node_size)

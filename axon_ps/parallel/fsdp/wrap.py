@@ -438,8 +438,8 @@ def _check_parameter(param: nn.Parameter, name: str) -> None:
         raise InvalidRequest(f"parameter {name!r} has layout {param.layout}; only dense parameters can be sharded")
     if not box_of(param).numel():
         raise InvalidRequest(
-            f"parameter {name!r} has shape {list(box_of(param).shape)} here, so no elements; there is nothing of it to train: leave "
-            f"it out, make it a buffer (register_buffer), or {beside}"
+            f"parameter {name!r} has shape {list(box_of(param).shape)}, so no elements; there is nothing of it to "
+            f"train: leave it out, make it a buffer (register_buffer), or {beside}"
         )
     if _kind(param) is _Kind.RAW and param.dtype not in DTYPES:
         raise InvalidRequest(

@@ -228,6 +228,7 @@ class ShardGroup:
         hyper: tuple[Hyper, ...],
         context: MakeContext,
         timeout_s: float | None,
+        addend: int = 0,
         begin: int = 0,
         end: int | None = None,
         span: Span | None = None,
@@ -244,6 +245,7 @@ class ShardGroup:
             hyper: per parameter group, the hyperparameters that the step is expected to have.
             context: returns job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
+            addend: the last addend that is expected of it.
             begin: first element wanted, counted from the unit's start.
             end: one past the last element wanted; None = the unit's end.
             span: the span of the call; counts its bytes.
@@ -262,8 +264,8 @@ class ShardGroup:
         """
         spec, slices, transfer = await self.routes.transfer(unit, begin, end, out, context, timeout_s, span)
         how = spec.precision.param_compression
-        received = self._opened(spec, unit)
-        t = transfer(dtype=spec.precision.param, step=step, expected=hyper, compressor=how, received=received)
+        received, dtype = self._opened(spec, unit), spec.precision.param
+        t = transfer(dtype=dtype, step=step, addend=addend, expected=hyper, compressor=how, received=received)
         wanted = (spec.precision.param.numpy,) if how is None else tuple(transfers.DTYPE_OF)
         if out.dtype not in wanted:
             raise InvalidRequest(
@@ -289,6 +291,7 @@ class ShardGroup:
         replica: int,
         context: MakeContext,
         timeout_s: float | None,
+        addend: int = 0,
         begin: int = 0,
         end: int | None = None,
         span: Span | None = None,
@@ -303,6 +306,7 @@ class ShardGroup:
             replica: this worker's replica.
             context: returns job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
+            addend: the addend of the step's gradient that it is part of.
             begin: first element; must be the first of a chunk.
             end: one past the last; must be the end of a chunk; None = the unit's end.
             span: the span of the call; counts its bytes.
@@ -322,9 +326,9 @@ class ShardGroup:
                 f"the gradient of unit {unit} is {grad.dtype}; gradients travel as {spec.precision.grad.value} here"
             )
         how = spec.precision.grad_compression
-        t = transfer(dtype=spec.precision.grad, step=step, replica=replica, compressor=how)
+        t = transfer(dtype=spec.precision.grad, step=step, replica=replica, addend=addend, compressor=how)
         if how is not None and grad is not None:
-            t = dataclasses.replace(t, residuals=self._feedback.open(unit, t.begin, t.end, step))
+            t = dataclasses.replace(t, residuals=self._feedback.open(unit, t.begin, t.end, step, addend))
         push = self._transfers.push
         async with self.lines.push(self._pushes, _travels_bytes(t)):
             calls = self._calls(slices, t)

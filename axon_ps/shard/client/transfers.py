@@ -88,6 +88,7 @@ class Transfer:
         step: gradients: the step attempt.
         epoch: number of restores of the job when the values were requested or sent.
         replica: gradients: number of the replica.
+        addend: gradients: the addend that they are part of. Speculative gathers: the last one expected.
         one_version: gathers: whether all chunks must be of one version.
         expected: speculative gathers: per parameter group, the hyperparameters that `step` is expected to commit with.
         compressor: compressor of chunks; None = they are not compressed. With a compressor `dtype` is F32. A gather may
@@ -112,6 +113,7 @@ class Transfer:
     step: int = 0
     epoch: int = 0
     replica: int = 0
+    addend: int = 0
     expected: tuple[Hyper, ...] = ()
     one_version: bool = True
     compressor: Compressor | None = None
@@ -233,6 +235,7 @@ class Transfers:
             epoch=t.epoch,
             dtype=dtype_to_proto(t.dtype),
             step=t.step,
+            addend=t.addend,
             expected=hypers_to_proto(t.expected),
             compressed=t.compressor is not None,
             accept_leases=peer is not None,
@@ -328,6 +331,7 @@ class Transfers:
             end=end,
             dtype=dtype_to_proto(t.dtype),
             replica=t.replica,
+            addend=t.addend,
             absent=t.array is None,
             compressed=t.compressor is not None,
         )
@@ -342,10 +346,10 @@ class Transfers:
                 else:
                     if t.resume:
                         await stream.write(encode_chunk(header, None))
-                        begin = int((await _reply(stream)).missing)
+                        begin = int((await _pushed(stream, t)).missing)
                     await self._send(stream, header, begin, end, t, peer if leased else None)
                 reached(Moment.PUSH)
-                await _reply(stream)
+                await _pushed(stream, t)
         except BaseException:
             if leased and t.array is not None:
                 shared_arrays.detach(address_of(t.array))
@@ -434,6 +438,21 @@ async def _reply(stream: Stream) -> Any:
     reply = await stream.read()
     if reply is EOF:
         raise Broken(f"{stream.target} ended without a reply")
+    return reply
+
+
+async def _pushed(stream: Stream, t: Transfer) -> Any:
+    """Return the reply of the server to a push.
+
+    Raises:
+        InvalidRequest: the server does not know addends, and has dropped the gradient as a repeated one.
+    """
+    reply = await _reply(stream)
+    if reply.addend != t.addend:
+        raise InvalidRequest(
+            f"{stream.target} is of an older axon_ps, which takes one backward a step: start it with a newer one, or "
+            "accumulate the gradients of a step without sync"
+        )
     return reply
 
 

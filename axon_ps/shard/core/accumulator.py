@@ -3,12 +3,13 @@
 A slice has one accumulator if all replicas step together, and one per replica if they step asynchronously. The order of
 additions is the engine's.
 
-Invariant: `summed[i]` is the number of replicas added to chunk i, in replica order. Replica r may be added exactly when
-`summed[i] == r` (asynchronous: when it is 0).
+Invariant: `summed[i]` is the number of gradients added to chunk i. They are added in order: those of all replicas for
+addend 0, then those for addend 1, and so on (asynchronous: those of one replica). See `shard.core.gradients`,
+Note: [Addends].
 
 A chunk that arrives out of order may be `queued`; see `shard.core.queued`.
 
-Each chunk's digest is kept from one replica to the next, and until the sum is applied; see `shard.core.digests`.
+Each chunk's digest is kept from one gradient to the next, and until the sum is applied; see `shard.core.digests`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from axon_ps.shard.core.chunks import BLOCK_NUMEL, Chunks
 from axon_ps.shard.core.digests import GRADIENT, ArrayDigests, Corruption
 from axon_ps.shard.core.queued import QueuedChunks, QueueLimit
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import Array
+from axon_ps.types import Array, DType
 
 Allocate = Callable[[int], Array]
 """Returns f32[numel] of zeros."""
@@ -44,15 +45,14 @@ class Accumulator:
         allocate: makes the memory of the sum, f32[numel] zeros; None = ordinary memory.
 
     Attributes:
-        summed: per chunk, replicas added so far.
-        present: per chunk, whether any of these replicas had a gradient.
-        squares: per chunk, the sum of squares; known with the last replica.
-        missing: chunks that lack a replica.
+        summed: per chunk, gradients added so far.
+        present: per chunk, whether any of these was there, and not absent.
+        squares: per chunk, the sum of squares; known with the last replica of each addend.
         queued: chunks that arrived out of order.
         digests: of the sums.
         spoiled: whether corrupt data was found. If so, this attempt cannot be committed.
-        rounds: whether a complete sum is rounded to the dtype in which gradients travel; see `shard.core.slices`,
-            Note: [Primary and backup].
+        rounds: whether the sum of the first addend is rounded to the dtype in which gradients travel; see
+            `shard.core.slices`, Note: [Primary and backup].
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class Accumulator:
         self.summed = [0] * self._count
         self.present = bytearray(self._count)
         self.squares = [0.0] * self._count
-        self.missing = self._count
         self.spoiled = False
         self.queued.clear()
 
@@ -103,13 +102,13 @@ class Accumulator:
                 self.array[self._chunks.ranges[index]] = 0
                 self.digests.record_constant(0.0, self._chunks.blocks_of(index, index + 1))
 
-    def add(self, index: int, grad: Array | None, *, last: bool) -> list[Corruption]:
-        """Add the next replica's gradient to chunk `index`.
+    def add(self, index: int, grad: Array | None, replicas: int) -> list[Corruption]:
+        """Add the next gradient to chunk `index`.
 
         Args:
             index: number of the chunk.
             grad: wire[c], or u8[compressed_bytes(c)]; None when this replica has no gradient for the unit.
-            last: whether this is the last replica.
+            replicas: number of replicas, each of which contributes to an addend.
 
         Returns:
             The blocks that did not hold the previous sum. If there are any, this is `spoiled` and nothing counts as
@@ -120,15 +119,17 @@ class Accumulator:
         """
         if grad is not None:
             self._check_length(index, grad)
+        last = (self.summed[index] + 1) % replicas == 0
+        rounds = self.rounds and self.summed[index] < replicas
         if grad is None or self._compressor is not None:
             found = self.check((index,))
             if not found:
-                self._add_apart(index, grad, last=last)
+                self._add_apart(index, grad, last=last, rounds=rounds)
         else:  # the previous sum is checked in the pass that adds to it
             total, blocks = self.array[self._chunks.ranges[index]], self._chunks.blocks_of(index, index + 1)
             first, digests, how = not self.present[index], np.zeros((2, len(blocks)), np.uint64), self._dtype
             if last:
-                squares = cast.accumulate_last(total, grad, how, first, digests, BLOCK_NUMEL, rounds=self.rounds)
+                squares = cast.accumulate_last(total, grad, how, first, digests, BLOCK_NUMEL, rounds=rounds)
                 self.squares[index] = squares
             else:
                 cast.accumulate(total, grad, how, first, digests, BLOCK_NUMEL)
@@ -142,8 +143,6 @@ class Accumulator:
         if grad is not None:
             self.present[index] = 1
         self.summed[index] += 1
-        if last:
-            self.missing -= 1
         return []
 
     def queue(self, index: int, order: int, grad: Array | None, limit: QueueLimit, *, borrowed: bool) -> bool:
@@ -151,7 +150,7 @@ class Accumulator:
 
         Args:
             index: number of the chunk.
-            order: number of replicas to be added before this one.
+            order: number of gradients to be added before this one.
             grad: as for `add`.
             limit: the server's limit.
             borrowed: `grad` is in the sender's memory.
@@ -173,7 +172,7 @@ class Accumulator:
             if not intact:
                 self.spoiled = True
                 return [Corruption(GRADIENT, self._chunks.unit, *self._chunks.bounds[index])]
-            if found := self.add(index, grad, last=order == replicas - 1):
+            if found := self.add(index, grad, replicas):
                 return found
         return []
 
@@ -186,7 +185,11 @@ class Accumulator:
                 f"{'elements' if self._compressor is None else 'bytes'}; it must have {needed}"
             )
 
-    def _add_apart(self, index: int, grad: Array | None, *, last: bool) -> None:
+    def is_rounded(self, index: int, replicas: int) -> bool:
+        """Return True if a complete sum was rounded to the dtype in which gradients travel, if that is not f32."""
+        return self.rounds and self.summed[index] == replicas and self._dtype is not DType.F32
+
+    def _add_apart(self, index: int, grad: Array | None, *, last: bool, rounds: bool) -> None:
         """Add compressed data, or nothing, to memory that has been checked."""
         first, elements = not self.present[index], self._chunks.ranges[index]
         if first and grad is None:
@@ -197,9 +200,9 @@ class Accumulator:
             (self._compressor.decompress if first else self._compressor.accumulate)(grad, total)
         if last:
             self.squares[index] = cast.sum_of_squares(total)
-            if self.rounds:
+            if rounds:
                 cast.round_in_place(total, self._dtype)
-        if grad is not None or (last and self.rounds):
+        if grad is not None or (last and rounds):
             self._record(index)
 
     def check(self, indexes: Iterable[int]) -> list[Corruption]:
@@ -219,17 +222,21 @@ class Accumulator:
     def _record(self, index: int) -> None:
         self.digests.record(self.array.view(np.uint32), self._chunks.blocks_of(index, index + 1))
 
-    def is_complete(self, index: int, replicas: int) -> bool:
-        """Return True if chunk `index` has the gradients of all `replicas` replicas."""
-        return replicas > 0 and self.summed[index] == replicas
+    def is_complete(self, index: int, count: int) -> bool:
+        """Return True if chunk `index` has all `count` gradients."""
+        return self.summed[index] == count > 0
 
-    def set(self, index: int, total: Array | None, replicas: int, digest: int | None = None) -> None:
-        """Take the sum of all replicas for chunk `index` from the primary; None = none had a gradient.
+    def missing(self, count: int) -> int:
+        """Return the number of chunks that lack one of `count` gradients; all of them while there are no replicas."""
+        return sum(summed < max(count, 1) for summed in self.summed)
+
+    def set(self, index: int, total: Array | None, count: int, digest: int | None = None) -> None:
+        """Take the sum of all gradients for chunk `index` from the primary; None = there was none.
 
         Args:
             index: number of the chunk.
             total: f32[c].
-            replicas: number of replicas in the sum.
+            count: number of gradients in the sum.
             digest: the primary's digest of it; None = not known.
 
         Raises:
@@ -251,8 +258,7 @@ class Accumulator:
                     "what its primary has sent"
                 )
             self.present[index] = 1
-        self.summed[index] = replicas
-        self.missing -= 1
+        self.summed[index] = count
 
 
 class Accumulators(list[Accumulator]):

@@ -44,7 +44,7 @@ class ExpectedStep:
         return self._expected is not None and decision.applies(self._expected[0])
 
     def prepare_chunk(
-        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], scratch: Array
+        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], scratch: Array, addend: int = 0
     ) -> bytes | None:
         """Return the frame of a chunk if `step` commits unclipped with `hypers`; None = not known yet, wait.
 
@@ -54,6 +54,7 @@ class ExpectedStep:
             index: number of the chunk in it.
             hypers: per parameter group.
             scratch: from `ShardEngine.scratch()`.
+            addend: the last one of the step, as its worker expects.
 
         Raises:
             Misuse: there is no optimizer, the unit is frozen, or replicas step asynchronously.
@@ -66,13 +67,14 @@ class ExpectedStep:
             raise Misuse(f"unit {unit} is frozen or there is no optimizer yet; no step will change it")
         if gradients.asynchronous:
             raise Misuse("replicas step asynchronously: the next version is not known before it is decided")
-        present = gradients.attempts[0].step
-        if step > present or owned.applying:
+        attempt, sums = gradients.attempts[0], owned.accumulators[0]
+        if step > attempt.step or owned.applying:
             return None
-        if step < present:
+        if step < attempt.step:
             return self._made(step, owned, index, hypers)
-        replicas, sums = gradients.num_replicas, owned.accumulators[0]
-        if replicas == 0 or sums.summed[index] < replicas:
+        if addend < attempt.addend:
+            raise StepAborted(f"another backward was made for step {step}; its result is another one")
+        if addend > attempt.addend or not sums.is_complete(index, attempt.count):
             return None
         if not sums.present[index]:
             raise StepAborted(f"no replica has a gradient for a chunk of unit {unit}; its update cannot be prepared")

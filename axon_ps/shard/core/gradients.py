@@ -1,10 +1,17 @@
 """The step attempts under way on a shard server, one of all replicas or one of each, and their sums. Pure.
 
 Invariants:
-- Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing. A
-  chunk that arrives out of order is queued if there is memory for it. Otherwise `push` returns `WAIT`.
+- Chunks are summed in order of addend and replica, whatever the order of arrival, so a step's result does not depend on
+  timing. A chunk that arrives out of order is queued if there is memory for it. Otherwise `push` returns `WAIT`.
 - Only chunks of the step under way are summed. A chunk of a decided step is a duplicate, or `push` raises
   `StepAborted`. For a chunk of a later step it returns `WAIT`.
+
+Note: [Addends]
+    A program may make several backwards before a step. Each backward whose gradients are sent makes another *addend* of
+    the step's gradient, numbered from 0. Every replica contributes to each addend, so a chunk has `replicas` gradients
+    an addend. Addends use one accumulator. Servers do not know how many there will be: the first chunk of a later
+    addend makes every sum incomplete again, and discards the values prepared from it. Votes name the last addend, and a
+    step commits only when every server has reported the sum up to it.
 
 Note: [Asynchronous replicas]
     If replicas step asynchronously (`sharding.policy`), each has its own attempt and accumulator, so all may push at
@@ -19,7 +26,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from axon_ps.compress.compressor import Compressor
@@ -49,14 +56,21 @@ class Attempt:
     Attributes:
         step: the number that chunks must name: the step, or the replica's clock if replicas step asynchronously.
         replicas: number of replicas to sum.
+        addend: the last addend that has begun; see Note: [Addends].
         missing: chunks that lack a replica's gradient.
         last_committable: step of the last attempt here that ended with all gradients summed.
     """
 
     step: int = 0
     replicas: int = 0
+    addend: int = 0
     missing: int = 0
     last_committable: int = -1
+
+    @property
+    def count(self) -> int:
+        """The number of gradients in a complete sum."""
+        return self.replicas * (self.addend + 1)
 
 
 class GradientSums:
@@ -73,6 +87,7 @@ class GradientSums:
         compressor: their compressor; None if they are not compressed.
         num_replicas: of the generation.
         attempts: by the index of their accumulator: 0 if replicas step together, else the replica's number.
+        on_addend: called when a later addend begins, before sums change that were complete.
     """
 
     def __init__(self, slices: OwnedSlices, counters: Counter[str], limit: QueueLimit | None = None) -> None:
@@ -81,6 +96,7 @@ class GradientSums:
         self.compressor: Compressor | None = None
         self.num_replicas = 0
         self.attempts = [Attempt()]
+        self.on_addend: Callable[[], None] = lambda: None
         self._slices = slices
         self._counters = counters
         self._limit = limit or QueueLimit()
@@ -123,6 +139,7 @@ class GradientSums:
         dtype: DType,
         grad: Array | None,
         *,
+        addend: int = 0,
         borrowed: bool = False,
     ) -> Push:
         """Add one replica's gradient chunk to the step's sum if it is next in order, and the chunks queued behind it.
@@ -135,6 +152,7 @@ class GradientSums:
             dtype: of `grad`.
             grad: wire[c], u8 if compressed; None if this replica has no gradient for the unit. It must not change,
                 unless it is `borrowed`.
+            addend: the addend that it is part of.
             borrowed: `grad` is in the caller's memory, and may change once this has returned.
 
         Raises:
@@ -154,7 +172,7 @@ class GradientSums:
         if grad is not None and dtype is not self.dtype:
             raise InvalidRequest(f"a gradient chunk travels as {dtype.value}; the job's is {self.dtype.value}")
         index = owned.chunks.index_of(offset)
-        number, order = self._order_of(replica)
+        number, order = self._order_of(replica, addend)
         attempt, accumulator = self.attempts[number], owned.accumulators[number]
         if step != attempt.step:
             return self._other_step(step, attempt)
@@ -163,6 +181,7 @@ class GradientSums:
                 f"this shard server is a backup of unit {unit} from element {owned.chunks.begin} on; push to the "
                 "primary"
             )
+        self._begin_addend(number, addend)
         summed = accumulator.summed[index]
         if summed > order or (index, order) in accumulator.queued:
             self._counters["duplicates"] += 1
@@ -176,15 +195,34 @@ class GradientSums:
             done = accumulator.queue(index, order, grad, self._limit, borrowed=borrowed)
             self._counters["queued" if done else "waits"] += 1
             return Push.QUEUED if done else Push.WAIT
-        found = accumulator.add(index, grad, last=order == attempt.replicas - 1)
+        found = accumulator.add(index, grad, attempt.replicas)
         owned.corruptions += found or accumulator.add_queued(index, attempt.replicas)
         if found:
             return Push.WAIT
-        attempt.missing -= accumulator.is_complete(index, attempt.replicas)
+        attempt.missing -= accumulator.is_complete(index, attempt.count)
         return Push.SUMMED
 
+    def _begin_addend(self, number: int, addend: int) -> None:
+        """Begin an addend of an attempt, if it has not begun: every sum is incomplete from now on."""
+        attempt = self.attempts[number]
+        if addend <= attempt.addend:
+            return
+        self.on_addend()
+        attempt.addend = addend
+        for owned in self._slices.values():
+            owned.speculative.discard()
+        attempt.missing = self._count_missing(number)
+
     def push_sum(
-        self, step: int, unit: int, offset: int, number: int, total: Array | None, digest: int | None = None
+        self,
+        step: int,
+        unit: int,
+        offset: int,
+        number: int,
+        total: Array | None,
+        digest: int | None = None,
+        *,
+        addend: int = 0,
     ) -> Push:
         """Take one chunk of an attempt's sum from the primary.
 
@@ -195,6 +233,7 @@ class GradientSums:
             number: of the attempt's accumulator.
             total: f32[c]; None when no replica had a gradient for the unit.
             digest: the primary's digest of it; None = not known.
+            addend: the last addend in it. It replaces the sum of fewer addends.
 
         Raises:
             Broken: it differs from the message of the primary.
@@ -214,22 +253,24 @@ class GradientSums:
             raise InvalidRequest(f"a sum of unit {unit} was forwarded, which is frozen")
         if owned.primary:
             raise SliceMoved(f"a sum of unit {unit} was forwarded to the primary of its slice")
-        if accumulator.is_complete(index, attempt.replicas):
+        self._begin_addend(number, addend)
+        count = attempt.replicas * (addend + 1)
+        if accumulator.summed[index] >= count:
             self._counters["duplicates"] += 1
             return Push.DUPLICATE
         if not owned.accepts(number):
             self._counters["waits"] += 1
             return Push.WAIT
-        accumulator.set(index, total, attempt.replicas, digest)
-        attempt.missing -= 1
+        accumulator.set(index, total, count, digest)
+        attempt.missing -= accumulator.is_complete(index, attempt.count)
         return Push.SUMMED
 
     def sums_of(self, number: int, owned: OwnedSlice) -> Iterator[int]:
         """Yield the indexes of a slice's chunks whose sum of an attempt is complete."""
-        accumulator, replicas = owned.accumulators[number], self.attempts[number].replicas
+        accumulator, count = owned.accumulators[number], self.attempts[number].count
         if owned.trainable and owned.accepts(number):
             for index in range(len(owned.chunks.bounds)):
-                if accumulator.is_complete(index, replicas):
+                if accumulator.is_complete(index, count):
                     yield index
 
     def recount(self) -> None:
@@ -240,9 +281,9 @@ class GradientSums:
         for number, attempt in enumerate(self.attempts):
             attempt.missing = self._count_missing(number)
 
-    def _order_of(self, replica: int) -> tuple[int, int]:
-        """Return (accumulator, order) of a replica: the index of its accumulator, and the replicas added before it."""
-        return (replica, 0) if self.asynchronous else (0, replica)
+    def _order_of(self, replica: int, addend: int) -> tuple[int, int]:
+        """Return the index of the accumulator that a replica's gradient is added to, and of the gradients before it."""
+        return (replica, addend) if self.asynchronous else (0, addend * self.num_replicas + replica)
 
     def _other_step(self, step: int, attempt: Attempt) -> Push:
         if step > attempt.step:  # the caller knows a decision that has not arrived here yet
@@ -253,7 +294,7 @@ class GradientSums:
             return Push.DUPLICATE
         raise StepAborted(f"step {step} is over and did not commit; the current step is {attempt.step}")
 
-    def resume_offset(self, step: int, unit: int, begin: int, replica: int) -> int:
+    def resume_offset(self, step: int, unit: int, begin: int, replica: int, addend: int = 0) -> int:
         """Return the first element from which a replica's chunks of this slice are missing; the slice's end if none is.
 
         Args:
@@ -261,6 +302,7 @@ class GradientSums:
             unit: number of the unit.
             begin: first element of the replica's stream, in the unit.
             replica: number of the replica.
+            addend: the addend that its chunks are part of.
 
         Raises:
             Misuse: the layout is not known.
@@ -269,7 +311,7 @@ class GradientSums:
         """
         owned = self._slices.of(unit, begin)
         first = owned.chunks.index_of(begin)
-        number, order = self._order_of(replica)
+        number, order = self._order_of(replica, addend)
         if not 0 <= number < len(self.attempts) or step != self.attempts[number].step:
             return begin  # the fate of its chunks is that of `push`
         accumulator = owned.accumulators[number]
@@ -282,16 +324,23 @@ class GradientSums:
 
     def accumulator_of(self, replica: int) -> int:
         """Return the index of the accumulator that a replica's gradients are added to."""
-        return self._order_of(replica)[0]
+        return replica if self.asynchronous else 0
+
+    def order_of(self, replica: int, addend: int) -> int:
+        """Return the number of gradients that are added before that of a replica for an addend."""
+        return self._order_of(replica, addend)[1]
 
     def next_in_order(self, unit: int, offset: int, replica: int) -> tuple[OwnedSlice, int, bool]:
-        """Return (slice, replica next in order, whether all were added) of a chunk in the accumulator of a replica."""
+        """Return (slice, order of the next gradient, whether all were added) of a chunk in a replica's accumulator."""
         owned, number = self._slices.of(unit, offset), self.accumulator_of(replica)
         order = owned.accumulators[number].summed[owned.chunks.index_of(offset)]
-        return owned, order, order == self.attempts[number].replicas
+        return owned, order, order == self.attempts[number].count
 
     def complete(self) -> Iterator[tuple[int, int]]:
-        """Yield every attempt that has all its gradients, as (replica, step). Replica is 0 if all step together."""
+        """Yield every attempt that has all its gradients, as (replica, step). Replica is 0 if all step together.
+
+        Another addend may follow.
+        """
         for number, attempt in enumerate(self.attempts):
             if not attempt.missing:
                 yield number, attempt.step
@@ -304,7 +353,7 @@ class GradientSums:
         Args:
             replica: the replica of the attempt, if replicas step asynchronously.
         """
-        number, _ = self._order_of(replica)
+        number = self.accumulator_of(replica)
         if self.attempts[number].missing or self.num_replicas == 0:
             return None
         trainable = [s for s in self._slices.values() if s.trainable]
@@ -331,7 +380,7 @@ class GradientSums:
         attempt = self.attempts[number]
         if summed:
             attempt.last_committable = attempt.step
-        attempt.step = step + 1
+        attempt.step, attempt.addend = step + 1, 0
         attempt.missing = self._count_missing(number)
 
     def drop(self, decision: Decision, *, summed: bool) -> None:
@@ -341,7 +390,8 @@ class GradientSums:
         self.end(decision, summed=summed)
 
     def _count_missing(self, number: int) -> int:
-        return sum(s.accumulators[number].missing for s in self._slices.values())
+        count = self.attempts[number].count
+        return sum(s.accumulators[number].missing(count) for s in self._slices.values())
 
     def _name(self, decision: Decision) -> tuple[int, int]:
         """Return (accumulator, step) of the attempt that a decision is about."""

@@ -20,8 +20,9 @@ Note: [Primary and backup]
     Workers push to the primary alone, and it forwards each chunk of the sum to the backups. So all apply the same bits
     in the same loops, and stay equal. If replication is above 1 and gradients are bf16 or f16 on the wire, a complete
     sum is rounded to that dtype and forwarded so. That takes half of the bytes. It is as exact as the most exact of
-    NCCL's bf16 reductions. A backup can answer a gather at any time. A server that is still `copying` has no values
-    yet: it takes sums for the step under way, and cannot be `ready` before its values have come.
+    NCCL's bf16 reductions. Sums of several addends are not rounded again, and are forwarded as f32. A backup can answer
+    a gather at any time. A server that is still `copying` has no values yet: it takes sums for the step under way, and
+    cannot be `ready` before its values have come.
 """
 
 from __future__ import annotations

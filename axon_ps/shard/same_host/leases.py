@@ -37,13 +37,18 @@ class Leased:
     _tag: Array | None
     _expected: int
 
+    @property
+    def is_valid(self) -> bool:
+        """True if the lease was not revoked. To be read after copying the values."""
+        return self._tag is None or int(self._tag[0]) == self._expected
+
     def check(self) -> None:
         """Check that the lease still holds, after copying the values.
 
         Raises:
             Broken: it was revoked meanwhile.
         """
-        if self._tag is not None and int(self._tag[0]) != self._expected:
+        if not self.is_valid:
             raise Broken("the lease was revoked before everything was read")
 
 
@@ -63,20 +68,19 @@ def view(peer: HostPeer, lease: lease_pb2.Lease) -> Leased:
     return Leased(values, tag, lease.tag)
 
 
-def read(peer: HostPeer, lease: lease_pb2.Lease, out: Array) -> None:
-    """Copy leased bytes. Raises as `view` does.
+def read(peer: HostPeer, lease: lease_pb2.Lease, out: Array) -> bool:
+    """Copy leased bytes; returns False if the lease was revoked meanwhile. Raises as `view` does.
 
     Raises:
         InvalidRequest: `out` has another size.
-        Broken: the lease was revoked meanwhile.
 
-    After an error: the content of `out` is arbitrary.
+    After an error, or if it returns False: the content of `out` is arbitrary.
     """
     if out.nbytes != lease.size_bytes:
         raise InvalidRequest(f"{lease.size_bytes} bytes are leased; the array for them has {out.nbytes}")
     leased = view(peer, lease)
     out.view(np.uint8)[:] = leased.values
-    leased.check()
+    return leased.is_valid
 
 
 # ---------------------------------------------------------------------- sums that are forwarded

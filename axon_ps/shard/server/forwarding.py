@@ -1,7 +1,8 @@
 """Forwarding of one model's summed gradients from the primary of a slice to its backups, chunk by chunk.
 
 Each backup has a stream and a queue. A chunk is queued when its sum is complete, and looked up again when it is sent,
-so chunks that a decision has made useless are dropped. A backup's `ready` is the acknowledgement: no step commits
+so chunks that a decision has made useless are dropped. So are those to which a later addend is being added: they are
+queued again once it is complete. A backup's `ready` is the acknowledgement: no step commits
 before the backup has every chunk. After a broken stream, everything complete is queued again. The backup drops
 duplicates. The backup sends nothing back. The primary reads only the end of the stream, to notice that the last chunks
 are lost. The first chunk under each placement names that placement: a server takes no chunk before it knows that it is
@@ -128,6 +129,10 @@ class BackupStreams:
             for rank in ranks:
                 self._put(rank, item)
 
+    def revoke(self) -> None:
+        """Revoke the leases of sums that were complete, and to which another addend is added now."""
+        self._leases.revoke()
+
     def settled(self) -> None:
         """Revoke the leases of a decided step, whose sums will be used or dropped."""
         for follower in self._followers.values():
@@ -189,7 +194,7 @@ class BackupStreams:
         if not here or item.number >= len(attempts):
             return False
         attempt, accumulator = attempts[item.number], self._engine.slices[item.slice].accumulators[item.number]
-        complete = attempt.step == item.step and accumulator.is_complete(item.index, attempt.replicas)
+        complete = attempt.step == item.step and accumulator.is_complete(item.index, attempt.count)
         return complete and not accumulator.spoiled
 
     async def _check(self, follower: _Follower) -> None:
@@ -213,7 +218,7 @@ class BackupStreams:
                 item = follower.queue.popleft()
                 if not self._is_wanted(item, follower):
                     continue
-                owned = engine.slices[item.slice]
+                owned, attempt = engine.slices[item.slice], engine.gradients.attempts[item.number]
                 accumulator = owned.accumulators[item.number]
                 if known != self._placed:
                     known = self._placed
@@ -221,6 +226,7 @@ class BackupStreams:
                     header.context.CopyFrom(context)
                 elements = owned.chunks.ranges[item.index]
                 header.step, header.unit, header.replica = item.step, owned.chunks.unit, item.number
+                header.addend = attempt.addend
                 header.offset, header.numel = owned.chunks.begin + elements.start, elements.stop - elements.start
                 header.absent, header.dtype = not accumulator.present[item.index], dtype_to_proto(DType.F32)
                 total = None if header.absent else accumulator.array[elements]
@@ -237,7 +243,7 @@ class BackupStreams:
                     header.ClearField("lease")
                     engine.counters["leased_bytes_forwarded"] += nbytes
                 else:
-                    if total is not None and accumulator.rounds and wire is not DType.F32:
+                    if total is not None and accumulator.is_rounded(item.index, attempt.replicas):
                         header.dtype = dtype_to_proto(wire)
                         total = cast.encoded(total, wire)
                         nbytes = total.nbytes

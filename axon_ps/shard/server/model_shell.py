@@ -128,7 +128,7 @@ class ModelShell:
             self.engine, self._waiters, self.corruptions.report, self.check_generation, self._summed, self._report_ready
         )
         self.reads = Reads(self, server, self._waiters)
-        self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
+        self._reported: dict[int, tuple[int, int, int]] = {}  # per attempt, the newest (generation, step, addend)
         self._released = False
 
     def stop(self) -> None:
@@ -246,6 +246,7 @@ class ModelShell:
             self.values.served = job.epoch  # copies are of this epoch; the order of a restore follows
             if (links := self._server.links) is not None:
                 self._forwarding = BackupStreams(self.number, self.engine, links, self.corruptions.report)
+                self.engine.gradients.on_addend = self._forwarding.revoke
                 work, epoch = self._server.off_loop, lambda: self.values.served
                 self._copying = Copying(self.number, self.engine, links, epoch, self._on_copied, reports, work)
             self._placed()
@@ -347,7 +348,7 @@ class ModelShell:
     def _report_ready(self) -> None:
         engine = self.engine
         for replica, step in engine.gradients.complete():
-            name = (engine.generation, step)
+            name = (engine.generation, step, engine.gradients.attempts[replica].addend)
             if self._reported.get(replica) == name or (sums := engine.gradients.ready(replica)) is None:
                 continue
             self._reported[replica] = name
@@ -437,4 +438,5 @@ def _ready(model: ModelShell, step: int, sums_of_squares: tuple[float, ...], rep
         model=model.number,
         placement=engine.placement.number,
         digests=engine.digests(),
+        last_addend=engine.gradients.attempts[replica].addend,
     )

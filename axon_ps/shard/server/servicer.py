@@ -170,7 +170,9 @@ class ShardServicer:
         hypers = hypers_from_proto(request.expected)
         engine.counters["gathers"] += 1
         for index in range(*owned.chunks.range_of(request.begin, request.end)):
-            frame = await shell.reads.prepared(request.step, owned, index, hypers, request.context.generation)
+            frame = await shell.reads.prepared(
+                request.step, owned, index, hypers, request.context.generation, request.addend
+            )
             _count(engine, "out", len(frame), span)
             await context.write(frame)
 
@@ -191,7 +193,7 @@ class ShardServicer:
         engine = shell.engine
         if span is not None:
             span.attributes.update(self._about(shell, member, header.unit), attempt=header.step)
-        step, unit, replica = header.step, header.unit, header.replica
+        step, unit, replica, addend = header.step, header.unit, header.replica, header.addend
         if member.replica < 0:
             made = "unknown" if engine.spec is None else f"{engine.spec.grouping}, and one of its is missing"
             raise InvalidRequest(
@@ -204,31 +206,33 @@ class ShardServicer:
         summed = 0
         with shell.gradients.under_way(header.context.generation):
             if header.numel == 0:
-                position = min(end, engine.gradients.resume_offset(step, unit, position, replica))
-                await context.write(shard_pb2.ReduceScatterReply(step=step, missing=position))
+                position = min(end, engine.gradients.resume_offset(step, unit, position, replica, addend))
+                await context.write(shard_pb2.ReduceScatterReply(step=step, missing=position, addend=addend))
                 message = None
             while position < end:
                 if message is None:
                     message = await context.read()
                     header, payload = _chunk(message)
                 _check_chunk(header, unit, position)
-                if (header.step, header.replica) != (step, replica):
-                    raise InvalidRequest("a push is of one step and one replica")
+                if (header.step, header.replica, header.addend) != (step, replica, addend):
+                    raise InvalidRequest("a push is of one step, one replica and one addend")
                 position += header.numel
                 _count(engine, "in", len(message), span)
                 if header.absent:
-                    summed += await shell.gradients.push_absent(step, unit, header.offset, header.numel, replica)
+                    summed += await shell.gradients.push_absent(
+                        step, unit, header.offset, header.numel, replica, addend=addend
+                    )
                 else:
                     leased = header.HasField("lease")
                     for one in self._leased_payloads(engine, member, header, span) if leased else (payload,):
                         dtype, grad = _gradient(engine, header, one)
                         summed += await shell.gradients.push(
-                            (step, unit, header.offset, replica), dtype, grad, borrowed=leased
+                            (step, unit, header.offset, replica), dtype, grad, addend=addend, borrowed=leased
                         )
                         if leased:
                             await asyncio.sleep(0)  # a lease may have MiBs
                 message = None
-        return shard_pb2.ReduceScatterReply(step=step, chunks=summed)
+        return shard_pb2.ReduceScatterReply(step=step, chunks=summed, addend=addend)
 
     async def upload(self, context: ServerCall) -> None:
         """Serve uploads of first values, one slice after the other."""
@@ -264,14 +268,15 @@ class ShardServicer:
         placement = header.context.placement
         with shell.gradients.under_way(header.context.generation):
             while message is not EOF:
-                total, nbytes = None, payload.nbytes
-                if header.HasField("lease"):
+                total, nbytes, leased = None, payload.nbytes, header.HasField("lease")
+                if leased:
                     total = self._leased_sum(shell.engine, member, header)
-                    nbytes = total.nbytes
+                    nbytes = 0 if total is None else total.nbytes
                 elif not header.absent:
                     total = _total(header, payload)
                 shell.engine.counters["bytes_followed"] += nbytes
-                await shell.gradients.push_sum(header, total, placement)
+                if total is not None or not leased:
+                    await shell.gradients.push_sum(header, total, placement)
                 message = await self._idle.next(context)
                 if message is not EOF:
                     header, payload = decode_chunk(message)
@@ -320,12 +325,15 @@ class ShardServicer:
         rank = -1 if self._shell.reports is None else self._shell.reports.rank
         return {"unit": shell.engine.unit_name(unit), "worker": member.rank, "server": rank}
 
-    def _leased_sum(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Array:
-        """Copy a sum from the memory of the primary. If its lease was revoked meanwhile, its step is over.
+    def _leased_sum(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Array | None:
+        """Copy a sum from the memory of the primary.
+
+        Returns:
+            The sum; None if its lease was revoked meanwhile: its step is over, or it will come with another addend.
 
         Raises:
             InvalidRequest: it is larger than a chunk.
-            Broken: the lease was revoked, or memory is not shared with the primary any more.
+            Broken: memory is not shared with the primary any more.
         """
         assert engine.spec is not None
         if not 0 < header.numel <= engine.spec.options.chunk_numel:
@@ -333,8 +341,8 @@ class ShardServicer:
                 f"a sum of {header.numel} elements was leased; a chunk has at most {engine.spec.options.chunk_numel}"
             )
         total = np.empty(header.numel, np.float32)
-        leases.read(self._shell.same_host.peer(member.id), header.lease, total)
-        return total
+        held = leases.read(self._shell.same_host.peer(member.id), header.lease, total)
+        return total if held else None
 
     def _leased_payloads(
         self, engine: ShardEngine, member: Member, header: common_pb2.Chunk, span: Span | None

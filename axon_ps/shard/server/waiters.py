@@ -12,7 +12,7 @@ E = TypeVar("E")
 
 
 class Waiters:
-    """The futures of waiting streams, by unit, and optionally by chunk and the replica next in order there.
+    """The futures of waiting streams, by unit, and optionally by chunk and the order of a gradient there.
 
     Waking is only a hint: the woken caller checks its condition again.
     """
@@ -20,24 +20,24 @@ class Waiters:
     def __init__(self) -> None:
         self._units: dict[int, dict[tuple[int, int], list[asyncio.Future[None]]]] = {}
 
-    async def wait(self, unit: int = -1, offset: int = -1, replica: int = -1) -> None:
-        """Wait until `unit` may have changed, or `replica` may be next in order at chunk `offset`.
+    async def wait(self, unit: int = -1, offset: int = -1, order: int = -1) -> None:
+        """Wait until `unit` may have changed, or the gradient of this order may be next at chunk `offset`.
 
         Without arguments, it waits until `wake_all`.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._units.setdefault(unit, {}).setdefault((offset, replica), [])
+        waiting = self._units.setdefault(unit, {}).setdefault((offset, order), [])
         waiting.append(future)
         try:
             await future
         finally:
             if not future.done() or future.cancelled():
-                self._forget(unit, (offset, replica), future)
+                self._forget(unit, (offset, order), future)
 
-    def wake_replica(self, unit: int, offset: int, replica: int) -> None:
-        """Wake the stream of `replica`, which is next in order at chunk `offset` of `unit`."""
+    def wake_next(self, unit: int, offset: int, order: int) -> None:
+        """Wake the stream whose gradient is next in order at chunk `offset` of `unit`."""
         if unit in self._units:
-            _wake(self._units[unit].pop((offset, replica), ()))
+            _wake(self._units[unit].pop((offset, order), ()))
             if not self._units[unit]:
                 del self._units[unit]
 

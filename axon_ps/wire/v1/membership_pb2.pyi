@@ -77,7 +77,7 @@ class MembershipDifference(_message.Message):
     def __init__(self, since: _Optional[int] = ..., now: _Optional[_Union[MembershipEvent, _Mapping]] = ..., workers_gone: _Optional[_Iterable[int]] = ..., shards_gone: _Optional[_Iterable[int]] = ..., finished_gone: _Optional[int] = ..., same_grouping: bool = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id", "released", "build")
+    __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id", "released", "build", "addends")
     RANK_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class Welcome(_message.Message):
     STATE_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
+    ADDENDS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     lease_s: float
     world_size: int
@@ -92,7 +93,8 @@ class Welcome(_message.Message):
     state_id: str
     released: _containers.RepeatedScalarFieldContainer[int]
     build: Build
-    def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., state_id: _Optional[str] = ..., released: _Optional[_Iterable[int]] = ..., build: _Optional[_Union[Build, _Mapping]] = ...) -> None: ...
+    addends: bool
+    def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., state_id: _Optional[str] = ..., released: _Optional[_Iterable[int]] = ..., build: _Optional[_Union[Build, _Mapping]] = ..., addends: bool = ...) -> None: ...
 
 class Build(_message.Message):
     __slots__ = ("version", "protocol")

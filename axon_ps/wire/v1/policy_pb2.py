@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61xon_ps/wire/v1/policy.proto\x12\x0f\x61xon_ps.wire.v1\"\x80\x01\n\x06Policy\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.axon_ps.wire.v1.PolicyKind\x12\x15\n\rmax_staleness\x18\x02 \x01(\x04\x12\x13\n\x0binner_steps\x18\x03 \x01(\x04\x12\x0e\n\x06quorum\x18\x04 \x01(\x01\x12\x0f\n\x07grace_s\x18\x05 \x01(\x01\":\n\x07StepDue\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\r\"K\n\x07\x41rrived\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\r\x12\x0f\n\x07\x62locked\x18\x04 \x01(\x08*\xa4\x01\n\nPolicyKind\x12\x1b\n\x17POLICY_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17POLICY_KIND_SYNCHRONOUS\x10\x01\x12\x1c\n\x18POLICY_KIND_ASYNCHRONOUS\x10\x02\x12!\n\x1dPOLICY_KIND_BOUNDED_STALENESS\x10\x03\x12\x1b\n\x17POLICY_KIND_LOCAL_STEPS\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61xon_ps/wire/v1/policy.proto\x12\x0f\x61xon_ps.wire.v1\"\x80\x01\n\x06Policy\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.axon_ps.wire.v1.PolicyKind\x12\x15\n\rmax_staleness\x18\x02 \x01(\x04\x12\x13\n\x0binner_steps\x18\x03 \x01(\x04\x12\x0e\n\x06quorum\x18\x04 \x01(\x01\x12\x0f\n\x07grace_s\x18\x05 \x01(\x01\":\n\x07StepDue\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\r\"[\n\x07\x41rrived\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\r\x12\x0f\n\x07\x62locked\x18\x04 \x01(\x08\x12\x0e\n\x06\x61\x64\x64\x65nd\x18\x05 \x01(\r*\xa4\x01\n\nPolicyKind\x12\x1b\n\x17POLICY_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17POLICY_KIND_SYNCHRONOUS\x10\x01\x12\x1c\n\x18POLICY_KIND_ASYNCHRONOUS\x10\x02\x12!\n\x1dPOLICY_KIND_BOUNDED_STALENESS\x10\x03\x12\x1b\n\x17POLICY_KIND_LOCAL_STEPS\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'axon_ps.wire.v1.policy_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POLICYKIND']._serialized_start=318
-  _globals['_POLICYKIND']._serialized_end=482
+  _globals['_POLICYKIND']._serialized_start=334
+  _globals['_POLICYKIND']._serialized_end=498
   _globals['_POLICY']._serialized_start=50
   _globals['_POLICY']._serialized_end=178
   _globals['_STEPDUE']._serialized_start=180
   _globals['_STEPDUE']._serialized_end=238
   _globals['_ARRIVED']._serialized_start=240
-  _globals['_ARRIVED']._serialized_end=315
+  _globals['_ARRIVED']._serialized_end=331
 # @@protoc_insertion_point(module_scope)

@@ -43,13 +43,15 @@ class StepDue(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Arrived(_message.Message):
-    __slots__ = ("generation", "step", "model", "blocked")
+    __slots__ = ("generation", "step", "model", "blocked", "addend")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BLOCKED_FIELD_NUMBER: _ClassVar[int]
+    ADDEND_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     model: int
     blocked: bool
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., model: _Optional[int] = ..., blocked: bool = ...) -> None: ...
+    addend: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., model: _Optional[int] = ..., blocked: bool = ..., addend: _Optional[int] = ...) -> None: ...

@@ -83,7 +83,7 @@ class Join(_message.Message):
     def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ..., memory: _Optional[_Union[_memory_pb2.Memory, _Mapping]] = ..., state_id: _Optional[str] = ..., differences: bool = ..., position: _Optional[_Union[_membership_pb2.Position, _Mapping]] = ..., build: _Optional[_Union[_membership_pb2.Build, _Mapping]] = ..., connectivity: _Optional[_Union[_membership_pb2.Connectivity, _Mapping]] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked", "commit", "traceparent", "weight", "untouched", "withdrawn", "optimizer")
+    __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked", "commit", "traceparent", "weight", "untouched", "withdrawn", "optimizer", "last_addend")
     class CommitEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class Vote(_message.Message):
     UNTOUCHED_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    LAST_ADDEND_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     max_norm: float
@@ -119,10 +120,11 @@ class Vote(_message.Message):
     untouched: _containers.RepeatedScalarFieldContainer[int]
     withdrawn: bool
     optimizer: _common_pb2.OptimizerChange
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., blocked: bool = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ..., weight: _Optional[float] = ..., untouched: _Optional[_Iterable[int]] = ..., withdrawn: bool = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerChange, _Mapping]] = ...) -> None: ...
+    last_addend: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., blocked: bool = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ..., weight: _Optional[float] = ..., untouched: _Optional[_Iterable[int]] = ..., withdrawn: bool = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerChange, _Mapping]] = ..., last_addend: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("generation", "step", "sums_of_squares", "replica", "model", "placement", "digests")
+    __slots__ = ("generation", "step", "sums_of_squares", "replica", "model", "placement", "digests", "last_addend")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SUMS_OF_SQUARES_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +132,7 @@ class Ready(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_ADDEND_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     sums_of_squares: _containers.RepeatedScalarFieldContainer[float]
@@ -137,7 +140,8 @@ class Ready(_message.Message):
     model: int
     placement: int
     digests: _containers.RepeatedCompositeFieldContainer[_placement_pb2.Digest]
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sums_of_squares: _Optional[_Iterable[float]] = ..., replica: _Optional[int] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., digests: _Optional[_Iterable[_Union[_placement_pb2.Digest, _Mapping]]] = ...) -> None: ...
+    last_addend: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sums_of_squares: _Optional[_Iterable[float]] = ..., replica: _Optional[int] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., digests: _Optional[_Iterable[_Union[_placement_pb2.Digest, _Mapping]]] = ..., last_addend: _Optional[int] = ...) -> None: ...
 
 class Initialized(_message.Message):
     __slots__ = ("version", "epoch", "model")

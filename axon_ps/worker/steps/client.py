@@ -22,7 +22,7 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, OptimizerChange, OptimizerSpec, Outcome
-from axon_ps.wire.events import Vote, VoteRequest
+from axon_ps.wire.events import Arrived, Vote, VoteRequest
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.calls import ModelCalls
 from axon_ps.worker.steps.gradients import Gradients
@@ -174,6 +174,18 @@ class StepClient:
             "no member, or was restored"
         )
 
+    def check_addends(self) -> None:
+        """Check that the coordinator decides steps of several addends.
+
+        Raises:
+            Misuse: it is of an older axon_ps.
+        """
+        if not self._coordinator.sums_addends:
+            raise Misuse(
+                "this is a second backward before optimizer.step(), and the coordinator is of an older axon_ps, which "
+                "takes one: start it with a newer one, or accumulate the gradients of a step without sync"
+            )
+
     def copy_from(self, source: StepClient, weight: float) -> Decision:
         """Set the model to (1 - weight) * its values + weight * another's, in a step. Every worker calls it.
 
@@ -262,6 +274,7 @@ class StepClient:
                     untouched=tuple(sorted(untouched)),
                     withdrawn=withdrawn,
                     optimizer=optimizer,
+                    last_addend=ticket.addend,
                     traceparent="" if span is None else span.context.traceparent,
                 )
                 decision = self._decided(ticket, pushes, mine)
@@ -332,7 +345,8 @@ class StepClient:
         """Wait in a backward until the servers have taken earlier pushes, and report that this worker waits.
 
         They may take them only after another worker has pushed. That worker may wait for this one in a step of another
-        model. With a quorum of `LocalSteps`, it is asked to join the step only once enough others wait in it.
+        model, or may have voted with fewer addends. With a quorum of `LocalSteps`, it is asked to join the step only
+        once enough others wait in it.
 
         Args:
             ticket: the step.
@@ -342,7 +356,8 @@ class StepClient:
             Timeout: the servers have not taken them in time.
         """
         blocked, deadline = self.view.job.blocks_before_vote(), Deadline(self.view.job.timeout_s)
-        reports = blocked or (self.view.spec is not None and self.view.spec.policy.quorum > 0)
+        policy = None if self.view.spec is None else self.view.spec.policy
+        reports = blocked or ticket.addend > 0 or (policy is not None and policy.quorum > 0)
         while True:
             try:
                 return wait(min(_ARRIVED_INTERVAL_S, deadline.remaining()) if reports else deadline.remaining())
@@ -351,7 +366,13 @@ class StepClient:
                     raise
             if self.view.stepping.voter(ticket) is None and self.view.valid(ticket):
                 self._coordinator.arrived(
-                    generation=ticket.generation, step=ticket.step, model=self.view.model, blocked=blocked
+                    Arrived(
+                        generation=ticket.generation,
+                        step=ticket.step,
+                        model=self.view.model,
+                        blocked=blocked,
+                        addend=ticket.addend,
+                    )
                 )
 
     def _stragglers(self) -> str:

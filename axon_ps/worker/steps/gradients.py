@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from axon_ps.collectives.work import LoopWork
 from axon_ps.errors import GenerationChanged
@@ -35,6 +37,7 @@ class Gradients:
         self._view = view
         self._calls = calls
         self._trace = trace
+        self._orders: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)  # by unit
 
     def buffer(self, size_bytes: int) -> Array:
         """Return u8[size_bytes] for a gradient to push: in memory that servers of this host can map, if possible."""
@@ -79,21 +82,25 @@ class Gradients:
         try:
             if not view.valid(ticket):
                 raise GenerationChanged("the membership changed before the push", view.membership.generation)
-            await self._calls.run(
-                lambda span: self._shards.reduce_scatter(
-                    unit,
-                    grad,
-                    step=ticket.step,
-                    replica=ticket.replica,
-                    context=lambda: self._calls.context(ticket.generation),
-                    timeout_s=view.job.timeout_s,
-                    begin=begin,
-                    end=end,
-                    span=span,
-                ),
-                call,
-                generation=ticket.generation,
-            )
+            compresses = view.spec is not None and view.spec.precision.grad_compression is not None
+            # the residual of an addend is added to the next one
+            async with self._orders[unit] if compresses else nullcontext():
+                await self._calls.run(
+                    lambda span: self._shards.reduce_scatter(
+                        unit,
+                        grad,
+                        step=ticket.step,
+                        replica=ticket.replica,
+                        addend=ticket.addend,
+                        context=lambda: self._calls.context(ticket.generation),
+                        timeout_s=view.job.timeout_s,
+                        begin=begin,
+                        end=end,
+                        span=span,
+                    ),
+                    call,
+                    generation=ticket.generation,
+                )
         except asyncio.CancelledError:
             if view.valid(ticket):
                 raise

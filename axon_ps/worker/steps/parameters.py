@@ -197,6 +197,7 @@ class Parameters:
             unit,
             out,
             step=ticket.step,
+            addend=ticket.addend,
             hyper=tuple(hyper),
             context=lambda: self._calls.context(ticket.generation),
             timeout_s=self._view.job.timeout_s,

@@ -18,9 +18,9 @@ def normals(numel: int, seed: int) -> Array:
     return np.random.default_rng(seed).standard_normal(numel, dtype=np.float32)
 
 
-def push(feedback: Feedback, c: Compressor, values: Array, step: int, begin: int = 0) -> Array:
+def push(feedback: Feedback, c: Compressor, values: Array, step: int, begin: int = 0, addend: int = 0) -> Array:
     """What arrives of a gradient of elements [begin, begin + n)."""
-    now, after = feedback.open(7, begin, begin + values.size, step)
+    now, after = feedback.open(7, begin, begin + values.size, step, addend)
     out = np.empty(c.compressed_bytes(values.size), np.uint8)
     c.compress(values, out, now, after)
     back = np.empty(values.size, np.float32)
@@ -42,6 +42,24 @@ def test_steps_that_do_not_commit_lose_and_double_nothing(c: Compressor) -> None
             applied, given = applied + back, given + grad
     now, _ = feedback.open(7, 0, 200, 99)
     assert np.abs(applied + now - given).max() < 1e-4  # an aborted step's gradient is in neither
+
+
+@pytest.mark.parametrize("c", COMPRESSORS, ids=lambda c: c.name)
+def test_the_residual_of_an_addend_is_sent_with_the_next_one(c: Compressor) -> None:
+    feedback, applied, given = Feedback(), np.zeros(200), np.zeros(200)
+    for step in range(30):
+        sent, grads = np.zeros(200), np.zeros(200)
+        for addend in ((0,), (0, 1), (0, 1, 2, 3), (1, 3), (2,))[step % 5]:
+            grad = normals(200, 10 * step + addend)
+            back = push(feedback, c, grad, step, addend=addend)
+            assert push(feedback, c, grad, step, addend=addend).tobytes() == back.tobytes()
+            sent, grads = sent + back, grads + grad
+        feedback.settle(step, committed=step % 3 != 1)
+        if step % 3 != 1:
+            applied, given = applied + sent, given + grads
+        assert feedback.nbytes == 200 * 4 * 2
+    now, _ = feedback.open(7, 0, 200, 99)
+    assert np.abs(applied + now - given).max() < 1e-4
 
 
 @pytest.mark.parametrize("c", COMPRESSORS, ids=lambda c: c.name)

@@ -22,6 +22,7 @@ from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Role
 from axon_ps.wire.events import (
     FIRST_NAME,
+    Arrived,
     Connectivity,
     Copied,
     JobState,
@@ -125,7 +126,7 @@ class Peer:
     def arrive(self, **changes: Any) -> None:
         """It has computed its gradients, and its pushes wait."""
         fields = {**self._attempt(changes), **changes}
-        self.driver.perform(self.driver.state.arrived(self.session, now=self.driver.clock(), **fields))
+        self.driver.perform(self.driver.state.arrived(self.session, Arrived(**fields), self.driver.clock()))
 
     def beat(self, **metrics: float) -> None:
         self.driver.perform(

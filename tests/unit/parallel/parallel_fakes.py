@@ -5,6 +5,7 @@ Gathers complete only when waited for, so that code which reads a parameter with
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from axon_ps.types import (
     Array,
     Decision,
     DType,
+    Grouping,
     Hyper,
     Member,
     Membership,
@@ -65,6 +67,7 @@ class FakeSteps:
     log: list[tuple[str, int]] = field(default_factory=list)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     grads: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    addends: Counter[int] = field(default_factory=Counter)
     spec: JobSpec | None = None
     optimizer: OptimizerSpec | None = None
     outcome: Outcome = Outcome.COMMIT
@@ -88,6 +91,9 @@ class FakeSteps:
 
     def wait_members(self, ready: Callable[[Any], bool], timeout_s: float, what: str) -> None:
         assert ready(None), what
+
+    def check_addends(self) -> None:
+        """Any number of addends is taken."""
 
     def wait_for_capacity(self, ticket: Ticket, wait: Callable[[float], None]) -> None:
         wait(10.0)
@@ -176,8 +182,13 @@ class FakeSteps:
         end: int | None = None,
     ) -> FakeWork:
         self.log.append(("push" if grad is not None else "absent", unit))
-        assert unit not in self.grads
-        self.grads[unit] = None if grad is None else _tensor(grad).float().clone()
+        assert self.addends[unit] == ticket.addend
+        self.addends[unit] += 1
+        before = self.grads.get(unit)
+        if grad is not None:
+            self.grads[unit] = _tensor(grad).float() + (0.0 if before is None else before)
+        else:
+            self.grads[unit] = before
         if done is not None:
             done()
         return FakeWork(lambda: None)
@@ -198,6 +209,8 @@ class FakeSteps:
         for work in pushes:
             work.wait()
         self.max_norms.append(max_norm)
+        assert set(self.addends.values()) <= {ticket.addend + 1}
+        self.addends.clear()
         grads, self.grads = self.grads, {}
         norm = float(sum(float((g.double() ** 2).sum()) for g in grads.values() if g is not None) ** 0.5)
         outcome = Outcome.ABORT if ticket.is_void or withdrawn else self.outcome
@@ -307,7 +320,7 @@ class FakeWorld:
     def gather_json(self, value: Any, *, name: str) -> list[Any]:
         return [value]
 
-    def node_group(self) -> ProcessGroup:
+    def node_group(self, grouping: Grouping) -> ProcessGroup:
         return ProcessGroup.mock()
 
     def replace_parameters(self, units: Iterable[tuple[int, Array]], *, model: str = "") -> None:

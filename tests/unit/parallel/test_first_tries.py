@@ -11,7 +11,7 @@ from torch import nn
 
 import axon_ps
 from axon_ps import ProcessGroup, World
-from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.errors import InvalidRequest
 from axon_ps.parallel import (
     DDP,
     FSDP,
@@ -77,17 +77,6 @@ def test_what_was_given_and_what_is_needed_is_said(name: str) -> None:
     attempt, message = UNCLEAR[name]
     with pytest.raises(InvalidRequest, match=message):
         attempt()
-
-
-def test_a_second_backward_without_a_step_says_what_to_do() -> None:
-    model = FSDP(nn.Linear(2, 2), FakeGroup())  # type: ignore[arg-type]
-    model(torch.ones(1, 2)).sum().backward()
-    message = (
-        r"a second backward before optimizer\.step\(\): .* was sent already\. Step after each backward, with an "
-        r"optimizer of axon_ps\.parallel; to accumulate, .* inside model\.no_sync\(\)"
-    )
-    with pytest.raises(Misuse, match=message):
-        model(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_pipeline_that_was_called_for_inference_has_no_graph_and_torch_says_so() -> None:

@@ -225,11 +225,20 @@ def test_only_accumulated_gradients_are_pushed_by_step() -> None:
     assert sorted(steps.units("push")) == [0, 1, 2, 3]
 
 
-def test_two_synced_backwards_in_a_step_are_refused() -> None:
-    model, _, _ = make(Model())
-    model(batches(1)[0]).sum().backward()
-    with pytest.raises(Misuse, match="no_sync"):
-        model(batches(1)[0]).sum().backward()
+def test_the_gradients_of_several_backwards_are_added_up() -> None:
+    plain = Model()
+    model, optimizer, steps = make(copy.deepcopy(plain))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for count in (2, 1, 3):
+        for x in batches(count):
+            model(x).square().mean().backward()
+            plain(x).square().mean().backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        assert steps.units("push")[-4 * count :] == [3, 2, 1, 0] * count
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_unit_without_gradient_is_absent() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from axon_ps.errors import Broken, MemberLost, Timeout
 from axon_ps.parallel.fsdp.hybrid.node_groups import GRACE_S, WorldNodeGroups
-from axon_ps.types import Member, Role
+from axon_ps.types import EACH_NODE, Grouping, Member, Role, replica_of
 
 LEASE_S = 5.0
 
@@ -70,16 +70,16 @@ class World:
             raise MemberLost("this worker is not a member")
         return mine
 
-    def node_group(self) -> Group:
-        group = Group(tuple(m for m in self.membership.workers if m.node == self.me().node))
+    def node_group(self, grouping: Grouping) -> Group:
+        group = Group(replica_of(self.me(), self.membership.workers, grouping))
         self.made += 1
         if self.made == self._change_after_group:
             self.membership = next(self._later)
         return group
 
 
-def formed(world: World, size: int = 2) -> WorldNodeGroups:
-    return WorldNodeGroups(world, size)  # type: ignore[arg-type]
+def formed(world: World, size: int = 2, grouping: Grouping = EACH_NODE) -> WorldNodeGroups:
+    return WorldNodeGroups(world, size, grouping)  # type: ignore[arg-type]
 
 
 def ranks(group: Any) -> Sequence[int]:
@@ -98,6 +98,16 @@ def test_they_are_made_once_all_workers_of_the_node_are_there() -> None:
     world = World(Workers((worker(0), ELSEWHERE)), Workers((worker(0), ELSEWHERE, worker(1))))
     assert ranks(formed(world).data) == [0, 1]
     assert [timeout_s for _, timeout_s in world.waits] == [LEASE_S + GRACE_S]
+
+
+def test_a_part_of_a_host_is_a_node_if_the_grouping_says_so() -> None:
+    four = tuple(worker(rank) for rank in range(4))
+    halves = Grouping(by_node=True, size=2)
+    assert ranks(formed(World(Workers(four)), grouping=halves).data) == [0, 1]
+    later = Workers((four[0], worker(1, "b"), *four[2:]))
+    groups = formed(World(Workers(four), Workers((four[0], *four[2:])), later), grouping=halves)
+    groups.form(MemberLost("rank 1 is gone"))
+    assert [member.incarnation[0] for member in groups.data.members] == ["0", "b"]
 
 
 def test_groups_of_different_members_are_made_again() -> None:

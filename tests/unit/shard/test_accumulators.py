@@ -28,14 +28,14 @@ def test_there_are_as_many_as_asked_for_empty_and_of_the_same_kind() -> None:
     made.set_count(3)
     assert [each.rounds for each in made] == [True] * 3
     for each in made:
-        each.add(0, ONES, last=True)
+        each.add(0, ONES, 1)
         assert each.queue(1, 1, ONES, limit, borrowed=False)
     assert allocated == [8], "the others are in ordinary memory"
     assert limit.queued_bytes == 3 * ONES.nbytes
     first = made[0]
     made.set_count(1)
     assert list(made) == [first]
-    assert (limit.queued_bytes, first.missing, first.nbytes) == (0, 2, 32)
+    assert (limit.queued_bytes, first.missing(1), first.nbytes) == (0, 2, 32)
 
 
 def test_queued_chunks_are_dropped_of_all() -> None:

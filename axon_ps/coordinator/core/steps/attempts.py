@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from axon_ps.coordinator.core.steps.decision import Difference, Tally
 from axon_ps.sharding.policy import Policy, Synchronous
 from axon_ps.types import Decision, Membership, ReplicaClock
-from axon_ps.wire.events import Ready, Vote
+from axon_ps.wire.events import Arrived, Ready, Vote
 
 
 class Attempts:
@@ -109,12 +109,12 @@ class Attempts:
             return ()
         return set(tally.blocked)
 
-    def arrived(self, rank: int, name: int, step: int, *, blocked: bool = False) -> None:
+    def arrived(self, rank: int, arrived: Arrived, step: int) -> None:
         """Note that a worker waits in an attempt for the servers; see `coordinator.core.steps.stragglers`."""
         attempt = self._replica_of.get(rank)
-        if attempt is not None and name == self._name(attempt, step):
-            self._tallies[attempt].arrived.add(rank)
-            if blocked:
+        if attempt is not None and arrived.step == self._name(attempt, step):
+            self._tallies[attempt].arrived[rank] = arrived.addend
+            if arrived.blocked:
                 self._tallies[attempt].blocked.add(rank)
 
     def vote(self, rank: int, vote: Vote, step: int) -> bool:

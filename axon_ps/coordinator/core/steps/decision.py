@@ -49,15 +49,16 @@ class Difference:
 class Tally:
     """The votes by worker rank, the sums by shard server rank, and the workers that arrived, of the current step.
 
-    `blocked` are the workers that voted or arrived and do nothing else meanwhile. `copies` is True if a worker voted
-    for a step that takes another model's values.
+    `arrived` has the addend that each worker pushes then. `blocked` are the workers that voted or arrived and do
+    nothing else meanwhile. `copies` is True if a worker voted for a step that takes another model's values.
     """
 
     def __init__(self) -> None:
         self.votes: dict[int, Vote] = {}
         self.sums: dict[int, tuple[float, ...]] = {}
+        self._addends: dict[int, int] = {}  # by shard server rank, the last one in its sums
         self._digests: dict[int, dict[int, list[int]]] = {}  # by slice and value, the servers that have it
-        self.arrived: set[int] = set()
+        self.arrived: dict[int, int] = {}
         self.blocked: set[int] = set()
         self.copies = False
 
@@ -72,6 +73,7 @@ class Tally:
     def forget_reports(self) -> None:
         """Drop the reports of shard servers, which report anew after a change of placement."""
         self.sums.clear()
+        self._addends.clear()
         self._digests.clear()
 
     def vote(self, rank: int, vote: Vote) -> bool:
@@ -83,11 +85,12 @@ class Tally:
         return is_first
 
     def ready(self, rank: int, ready: Ready) -> bool:
-        """Count a shard server's sum; return False for a repeated sum, of which the first counts."""
-        if rank in self.sums:
+        """Count a shard server's sum; return False for one of no later addend than the sum before."""
+        if ready.last_addend <= self._addends.get(rank, -1):
             return False
-        self.sums[rank] = ready.sums_of_squares
-        for number, value in ready.digests.items():
+        is_first = rank not in self.sums
+        self.sums[rank], self._addends[rank] = ready.sums_of_squares, ready.last_addend
+        for number, value in ready.digests.items() if is_first else ():
             self._digests.setdefault(number, {}).setdefault(value, []).append(rank)
         return True
 
@@ -104,16 +107,33 @@ class Tally:
     def is_complete(self, workers: Collection[int], owners: Iterable[int]) -> bool:
         """Return True if every worker has voted and every owner is ready.
 
-        Owners are not awaited if a vote is withdrawn. They do not report on a step that takes another model's values.
-        It aborts if a worker pushes gradients.
+        Owners are not awaited if a vote is withdrawn, or if workers pushed different numbers of addends, since the step
+        is aborted then. They do not report on a step that takes another model's values. It aborts if a worker pushes
+        gradients.
         """
         if any(vote.withdrawn for vote in self.votes.values()):  # so that every worker goes on after the same attempt
-            return all(w in self.votes for w in workers)
+            return all(w in self.votes or self._has_more(w) for w in workers)
         if len(self.votes) + len(self.arrived) < len(workers):
             return False
         if self.copies:
             return all(map(self.has_come, workers))
-        return all(w in self.votes for w in workers) and all(o in self.sums for o in owners)
+        if any(map(self._has_more, workers)):
+            return all(map(self.has_come, workers))
+        return all(w in self.votes for w in workers) and all(self._is_ready(o) for o in owners)
+
+    @property
+    def last_addend(self) -> int:
+        """The last addend that a worker has voted for."""
+        return max((vote.last_addend for vote in self.votes.values()), default=0)
+
+    def _has_more(self, worker: int) -> bool:
+        """Return True if a worker has pushed an addend that another one does not push."""
+        least = min((vote.last_addend for vote in self.votes.values()), default=math.inf)
+        vote = self.votes.get(worker)
+        return least < (self.arrived.get(worker, 0) if vote is None else vote.last_addend)
+
+    def _is_ready(self, owner: int) -> bool:
+        return self._addends.get(owner) == self.last_addend
 
     def missing(self, workers: Iterable[int]) -> list[int]:
         """Return the workers that have neither voted nor arrived."""
@@ -128,7 +148,7 @@ class Tally:
         if not self.votes and not self.sums and not self.arrived:
             return []
         silent = self.missing(workers) or [w for w in workers if w not in self.votes]
-        missing = silent, [o for o in owners if o not in self.sums]
+        missing = silent, [o for o in owners if not self._is_ready(o)]
         waits = []
         if missing[0]:
             waits.append(f"votes of worker {format_ranks(missing[0])}")
@@ -174,7 +194,8 @@ class Tally:
         if self.copies and (pushing := [w for w in workers if w not in self.votes]):
             return ended(Outcome.ABORT, reason=_mixed(self.votes, pushing), refused=1)
         optimizer = optimizer if vote.optimizer is None else vote.optimizer.spec
-        if problem := _disagreement(self.votes) or _problem(vote, optimizer):
+        problem = _disagreement(self.votes) or _different_addends(self.votes, self.arrived)
+        if problem := problem or _problem(vote, optimizer):
             return ended(Outcome.ABORT, reason=problem, refused=1)
         if vote.copy is not None:
             return Decision(
@@ -238,6 +259,22 @@ def _mixed(votes: Iterable[int], pushing: Iterable[int]) -> str:
     return (
         f"worker {format_ranks(votes)} copies from another model and worker {format_ranks(pushing)} pushes "
         "gradients in the same step; every worker must do the same"
+    )
+
+
+def _different_addends(votes: Mapping[int, Vote], arrived: Mapping[int, int]) -> str:
+    """Return the numbers of addends of the workers as text, if a worker has pushed more than another; else empty."""
+    voted = {rank: vote.last_addend for rank, vote in votes.items()}
+    pushed = {rank: addend for rank, addend in arrived.items() if addend > min(voted.values())} | voted
+    if len(set(pushed.values())) == 1:
+        return ""
+    ranks_by_number: dict[int, list[int]] = defaultdict(list)
+    for rank, last in sorted(pushed.items()):
+        ranks_by_number[last + 1].append(rank)
+    made = "; ".join(f"worker {format_ranks(ranks)}: {number}" for number, ranks in sorted(ranks_by_number.items()))
+    return (
+        f"the workers sent the gradients of different numbers of backwards in the step: {made}; every worker must make "
+        "as many, or accumulate them without sync"
     )
 
 

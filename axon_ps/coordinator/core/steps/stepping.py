@@ -30,7 +30,7 @@ from axon_ps.coordinator.core.roster import Roster
 from axon_ps.coordinator.core.steps.decision import Difference, Tally, format_ranks
 from axon_ps.types import CopyFrom, Decision, Membership, Outcome, Role
 from axon_ps.wire import committed
-from axon_ps.wire.events import Ready, Vote
+from axon_ps.wire.events import Arrived, Ready, Vote
 
 _COUNTER = {Outcome.COMMIT: "steps_committed", Outcome.SKIP: "steps_skipped", Outcome.ABORT: "steps_aborted"}
 
@@ -101,11 +101,11 @@ class Stepping:
                 ),
             )
 
-    def arrived(self, rank: int, number: int, generation: int, step: int, *, blocked: bool) -> None:
+    def arrived(self, rank: int, arrived: Arrived) -> None:
         """Note that a worker waits in an attempt until the servers take its gradients; ignore another attempt."""
-        model = self._attempting(number, generation)
+        model = self._attempting(arrived.model, arrived.generation)
         if model is not None:
-            model.attempts.arrived(rank, step, model.step, blocked=blocked)
+            model.attempts.arrived(rank, arrived, model.step)
             self._decide_complete(model)
             self._break_deadlock()
 

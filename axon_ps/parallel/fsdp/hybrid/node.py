@@ -187,6 +187,7 @@ class NodeSteps:
         max_norm: float,
         hyper: Sequence[Hyper],
         commit: Mapping[str, str] | None = None,
+        weight: float | None = None,
         untouched: Iterable[int] = (),
         withdrawn: bool = False,
         optimizer: OptimizerChange | None = None,
@@ -204,6 +205,7 @@ class NodeSteps:
                 max_norm=max_norm,
                 hyper=hyper,
                 commit=commit,
+                weight=weight,
                 optimizer=optimizer,
                 untouched=untouched,
             )

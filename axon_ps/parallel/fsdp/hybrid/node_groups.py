@@ -1,5 +1,7 @@
 """The groups of a node's workers under HYBRID_SHARD, and making them again after one of them was lost.
 
+A part of a host may count as a node (`Grouping.size`).
+
 Invariant: a node has groups of exactly `size` workers, all of them members now or when the groups were made. A group of
 another set of members is never used again once `form` has been called.
 """
@@ -11,7 +13,7 @@ from typing import Final, Protocol
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, MemberLost, Timeout
-from axon_ps.types import Member
+from axon_ps.types import EACH_NODE, Grouping, Member, replica_of
 from axon_ps.worker.world import World
 
 GRACE_S: Final = 2.0
@@ -39,6 +41,7 @@ class WorldNodeGroups:
     Args:
         world: the world.
         size: number of workers of the node.
+        grouping: the workers that count as a node.
 
     Raises:
         MemberLost, Timeout: see `form`.
@@ -47,9 +50,10 @@ class WorldNodeGroups:
     data: ProcessGroup
     control: ProcessGroup
 
-    def __init__(self, world: World, size: int) -> None:
+    def __init__(self, world: World, size: int, grouping: Grouping = EACH_NODE) -> None:
         self._world = world
         self._size = size
+        self._grouping = grouping
         self._grace_s = world.lease_s + GRACE_S
         self._ids: tuple[str, ...] = ()
         self.form()
@@ -70,7 +74,7 @@ class WorldNodeGroups:
             self._wait_for_all(error)
             ids = tuple(m.id for m in self._present())
             with contextlib.suppress(MemberLost):  # this worker itself, which is notified soon
-                data, control = self._world.node_group(), self._world.node_group()
+                data, control = (self._world.node_group(self._grouping) for _ in range(2))
                 if ids == _ids(data) == _ids(control):
                     self._ids, self.data, self.control = ids, data, control
                     return
@@ -102,13 +106,13 @@ class WorldNodeGroups:
                 f"node; end this worker too, and start all of the node again{why}"
             ) from error
 
-    def _present(self) -> list[Member]:
+    def _present(self) -> tuple[Member, ...]:
         """Return the workers of this worker's node; none while it is not a member itself."""
         try:
-            node = self._world.view.me().node
+            me = self._world.view.me()
         except MemberLost:
-            return []
-        return [m for m in self._world.membership.workers if m.node == node]
+            return ()
+        return replica_of(me, self._world.membership.workers, self._grouping)
 
 
 def _ids(group: ProcessGroup) -> tuple[str, ...]:

@@ -20,6 +20,10 @@ class NodeTicket(Ticket):
 
     shared: Ticket
 
+    def next_addend(self) -> Self:
+        """See `Ticket.next_addend`."""
+        return dataclasses.replace(self, addend=self.addend + 1, shared=self.shared.next_addend())
+
     def void(self, why: str) -> Self:
         """See `Ticket.void`."""
         return dataclasses.replace(self, generation=NO_GENERATION, why_void=why, shared=self.shared.void(why))

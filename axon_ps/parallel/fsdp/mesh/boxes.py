@@ -86,7 +86,7 @@ def box_in(value: torch.Tensor, tensor: Any) -> torch.Tensor:
 def gradient_of(grad: Any, tensor: Any) -> Any:
     """Return the box of a parameter's gradient, once it is divided as the parameter is.
 
-    The gradient of a replicated parameter comes as a sum to be made (`Partial`). Then all workers of its mesh call this.
+    The gradient of a replicated parameter comes as a sum to be made (`Partial`). Then all workers of its mesh call it.
     """
     if not is_divided(grad):
         return grad

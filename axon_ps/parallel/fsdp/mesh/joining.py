@@ -30,9 +30,15 @@ def check_divided(units: Sequence[WrappedUnit], line: Sequence[int], strategy: S
     Raises:
         InvalidRequest: a parameter is a DTensor without a line, or the strategy needs workers that have all of a model.
     """
+    found = ((names[0], p) for w in units for names, p in zip(w.names, w.params, strict=True) if is_divided(p))
+    divided = dict(found)
+    if name := next((name for name, param in divided.items() if param.is_meta), ""):
+        raise InvalidRequest(
+            f"parameter {name!r} is a DTensor on the meta device, and one worker cannot give it values; call "
+            "to_empty() on the model and initialise it, before its optimizer is made"
+        )
     if not line:
-        names = (names[0] for w in units for names, p in zip(w.names, w.params, strict=True) if is_divided(p))
-        if (name := next(names, None)) is not None:
+        if name := next(iter(divided), ""):
             raise InvalidRequest(
                 f"parameter {name!r} is a DTensor, which several workers have together: say which workers are replicas "
                 "of each other, as in fully_shard(module, mesh=mesh['dp'])"

@@ -156,9 +156,9 @@ def union(lines: Sequence[Line]) -> Union:
                 other, trainable = first.setdefault(_place(box), (box, unit.trainable))
                 if (other, trainable) != (box, unit.trainable):
                     raise LayoutMismatch(
-                        f"parameter {box.names[0]!r} is {_described(other, trainable)} on a worker of lines "
-                        f"{having[_place(box)]}, and {_described(box, unit.trainable)} on another; all workers that "
-                        "have it must build the same"
+                        f"parameter {box.names[0]!r} is {_described(other, trainable)} in line "
+                        f"{having[_place(box)][0]}, and {_described(box, unit.trainable)} in line {number}; all "
+                        "workers that have it must build the same"
                     )
     named = _named(first)
     units: list[Unit] = []

@@ -16,7 +16,6 @@ from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, check_unchanged, release_held
-from axon_ps.parallel.fsdp.forwards import in_reentrant_checkpoint
 from axon_ps.parallel.fsdp.gathering import BUFFERS
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.on_servers.sent_step import SentStep
@@ -117,9 +116,7 @@ class ServerRuntime(Runtime):
 
     def _push(self, flat: FlatUnit) -> None:
         """Flatten, scale, cast and send a unit's gradient. The vote will name the parameters that have none."""
-        if flat.index in self._pushed:
-            raise _second_push(flat.unit.name)
-        ticket = self._current_ticket()
+        ticket = self._next_addend() if self._step.begins_addend(flat.index) else self._current_ticket()
         began = time.perf_counter()
         size_bytes = flat.unit.numel * self._grad_wire.itemsize
         if not self._out.has_capacity(size_bytes):
@@ -131,37 +128,43 @@ class ServerRuntime(Runtime):
         weight = 1.0 / ticket.num_replicas if batch is None else batch.weight
         self.grad_meter.add(-flat.grads.staged_bytes)
         with profiled("push", flat.unit.name):
-            if weight:
-                given = flat.grads.pack(buffer, weight / self.loss_scale.value)
-            else:  # not 0 times them, which may be NaN
-                flat.grads.pop()
-                buffer.zero_()
-                given = [False] * len(flat.params)
-        self._step.note(flat, given, self._zeroed)
+            self._step.pack(flat, buffer, weight / self.loss_scale.value, self._zeroed)
+        self.counters.pushed_bytes += buffer.nbytes if flat.pushes else 0
         self.sent.add(flat.index, len(flat.params))
-        self._pushed.add(flat.index)
-        if not flat.pushes:
-            self._out.give(buffer)
-            return
-        self.counters.pushed_bytes += buffer.nbytes
-        if self.resends:
-            self._step.retain(flat.index, buffer)
-        push, sent = self._steps.gradients.push, self._step.form(buffer)
-        self._step.pushes.append(push(flat.index, sent, ticket, partial(self._out.give, buffer)))
+        self._step.push(flat, buffer, ticket, partial(self._out.give, buffer), retains=bool(self.resends))
+
+    def _after_backward(self) -> None:
+        super()._after_backward()
+        self._step.end_backward()
 
     def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
         """See `Speculation.gather`."""
-        self._speculation.gather(unit, flat)
+        if flat.index in self._step:
+            self._speculation.gather(unit, flat)
 
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
             batch = self.accumulation.batch
-            self._ticket = self._steps.ticket(self._began, None if batch is None else batch.generation)
-            speculates = self._speculation.unclipped and not self._ticket.is_void
-            hyper = self.expected_hyper() if speculates and self.expected_hyper is not None else None
-            self._speculation.begin(self._ticket, hyper)
-            self._expect(hyper)
+            self._speculate(self._steps.ticket(self._began, None if batch is None else batch.generation))
+        assert self._ticket is not None
         return self._ticket
+
+    def _next_addend(self) -> Ticket:
+        """Begin another addend of the step. See `sent_step`, Note: [Several backwards]."""
+        ticket = self._current_ticket()
+        self._client.check_addends()
+        self._step.push_absent(self.flats, ticket, self._zeroed)
+        self._step.begin_addend()
+        return self._speculate(ticket.next_addend())
+
+    def _speculate(self, ticket: Ticket) -> Ticket:
+        """Begin a step or another addend, with this ticket, and gather as the step is expected to be."""
+        self._ticket = ticket
+        expected = self.expected_hyper if self._speculation.may_begin(ticket) else None
+        hyper = None if expected is None else expected()
+        self._speculation.begin(ticket, hyper)
+        self._expect(hyper)
+        return ticket
 
     def _expect(self, hyper: Sequence[Hyper] | None) -> None:
         """Expect these hyperparameters in the vote for this step, unclipped; None = they are not known."""
@@ -230,21 +233,15 @@ class ServerRuntime(Runtime):
             return withdrawn
         self.sent.check_none_retained()
         began = time.perf_counter()
-        max_norm, decision = self.sent.checked_max_norm(), None
+        max_norm, factor, decision = self.sent.checked_max_norm(), self.sent.factor, None
         try:
-            ticket = self._current_ticket()
-            for unit, flat in ((unit, flat) for unit in self.units for flat in unit.trained):
-                if flat.index in self._pushed:
-                    continue
-                if flat.grads.present or not self._zeroed.isdisjoint(flat.params):
+            self._step.add_to_last()
+            for unit, flat in ((owner, flat) for owner in self.units for flat in owner.trained):
+                if flat.grads.present or self._step.lacks(flat, self._zeroed):
                     self._push(flat)
                     self._speculation.gather(unit, flat)
-                else:
-                    self._step.note(flat, [False] * len(flat.params), self._zeroed)
-                    self._step.push_nothing(flat, ticket)
-                    if flat.pushes:
-                        self._step.retain(flat.index, None)
-                    self._pushed.add(flat.index)
+            ticket = self._current_ticket()
+            self._step.push_absent(self.flats, ticket, self._zeroed)
             change = self._optimizer.change
             vote = partial(
                 self._steps.vote,
@@ -255,7 +252,7 @@ class ServerRuntime(Runtime):
                 untouched=self._step.untouched,
             )
             with profiled("vote"):
-                decision = vote(ticket, self._step.pushes)
+                decision = vote(ticket, self._step.pushes, weight=_weight(factor, ticket))
             for _ in range(self.resends if batch is None else 0):  # a loader gives its batches again by itself
                 if decision.outcome is not Outcome.ABORT or decision.refused:
                     break
@@ -263,12 +260,11 @@ class ServerRuntime(Runtime):
                 self.on_abort()
                 self._steps.view.job.wait_complete()
                 before, ticket = ticket, self._steps.ticket(self._began)
-                decision = vote(ticket, self._step.push_again(before, ticket))
+                decision = vote(ticket, self._step.push_again(before, ticket), weight=_weight(factor, ticket))
             if decision.outcome is Outcome.ABORT:
                 self._steps.view.job.wait_complete()
         finally:
-            self._speculation.unclipped = max_norm == 0.0
-            self._speculation.settle(decision)
+            self._speculation.end(decision, clipped=max_norm != 0.0)
             self._end_step(decision)
             self.counters.step_wait_s += time.perf_counter() - began
         if decision.outcome is Outcome.COMMIT and change is not None:
@@ -292,18 +288,17 @@ class ServerRuntime(Runtime):
         for flat in self.flats:
             flat.expire_views()
         self._step.end()
-        self._pushed = set()
         self.accumulation.batch = None
         self.decisions += 1
 
     def _withdraw(self) -> None:
         """See `Runtime._withdraw`."""
+        if not self._step.pushes:
+            return
         began, decision = time.perf_counter(), None
         try:
             ticket = self._current_ticket()
-            for flat in self.flats:  # so that no gradients of others stay queued behind these
-                if flat.trainable and flat.index not in self._pushed:
-                    self._step.push_nothing(flat, ticket)
+            self._step.push_absent(self.flats, ticket, self._zeroed)  # those of others may be queued behind these
             decision = self._steps.vote(ticket, self._step.pushes, max_norm=0.0, hyper=(), withdrawn=True)
             _logger.warning(
                 "the gradients that were sent for step %s were withdrawn by zero_grad(): it was aborted (%s)",
@@ -323,7 +318,7 @@ class ServerRuntime(Runtime):
         Raises:
             Misuse: gradients were sent for the step under way.
         """
-        if self._pushed or self._ticket is not None:
+        if self._ticket is not None:
             raise Misuse("gradients were sent for the step under way; call optimizer.step() before you copy")
         began, before = time.perf_counter(), self.version
         try:
@@ -407,17 +402,6 @@ class ServerRuntime(Runtime):
         return {**super().statistics(), **{f"wire_{k}": v for k, v in self._client.statistics().items()}}
 
 
-def _second_push(unit: str) -> Misuse:
-    """Return the error for a second gradient of a unit in one step."""
-    if in_reentrant_checkpoint():
-        return Misuse(
-            f"the gradient of unit {unit!r} was sent already. It is used more than once inside "
-            "checkpoint(use_reentrant=True), which makes a backward of each use: pass use_reentrant=False. Or "
-            "this is a second backward before optimizer.step(): step after each one"
-        )
-    return Misuse(
-        f"a second backward before optimizer.step(): the first one's gradient of unit {unit!r} was "
-        "sent already. Step after each backward, with an optimizer of axon_ps.parallel; to accumulate, run all "
-        "backwards but the last one of a step inside model.no_sync() (of fully_shard: with "
-        "model.set_requires_gradient_sync(False)); to drop a gradient that was sent, call optimizer.zero_grad()"
-    )
+def _weight(factor: float, ticket: Ticket) -> float | None:
+    """Return the weight of a vote by which the mean over replicas is multiplied by a factor; None = 1 in total."""
+    return None if factor == 1.0 else 1.0 / (factor * ticket.num_replicas)

@@ -12,6 +12,8 @@ Note: [Speculative gathers]
     They come straight into their own memory, which backward has freed. Values that must be cast or copied are not
     gathered in this way. Units with a host copy are all gathered in this way, into that copy.
     Units on servers of this host are not gathered in this way (`sources.RemoteSource`).
+    If a step has several addends, only values after the last one are of use. As many are expected as the step before
+    had. If another one comes, the gathers are discarded, and the servers discard what they have prepared.
 """
 
 from __future__ import annotations
@@ -32,8 +34,6 @@ class Speculation:
         first_parameter: by unit, the number of its first parameter.
         gathering: the units that are in memory.
 
-    Attributes:
-        unclipped: True if the last step was not clipped, so that the next one is expected not to be.
     """
 
     def __init__(self, flats: Sequence[FlatUnit], first_parameter: Mapping[int, int], gathering: UnitGathering) -> None:
@@ -42,11 +42,23 @@ class Speculation:
         self._gathering = gathering
         self._ticket: Ticket | None = None
         self._expected: Sequence[Hyper] | None = None
-        self.unclipped = False
+        self._unclipped = False
+        self._last_addend = 0
+
+    def may_begin(self, ticket: Ticket) -> bool:
+        """Return True if a step is expected to be unclipped, and to end with this addend, as the last step did."""
+        return self._unclipped and not ticket.is_void and ticket.addend == self._last_addend
 
     def begin(self, ticket: Ticket, hyper: Sequence[Hyper] | None) -> None:
         """Expect these hyperparameters in the vote for a step; None = nothing is expected."""
+        self.settle(None)
         self._ticket, self._expected = ticket, hyper
+
+    def end(self, decision: Decision | None, *, clipped: bool) -> None:
+        """End the step, and expect the next one to be alike. Rest as of `settle`."""
+        if self._ticket is not None:
+            self._unclipped, self._last_addend = not clipped, self._ticket.addend
+        self.settle(decision)
 
     def gather(self, unit: ModuleUnit, flat: FlatUnit) -> None:
         """Gather a unit behind its push, as the step is expected to leave it, if it stays here or is needed first."""

@@ -134,6 +134,7 @@ def traffic(
     *,
     offloads: bool = False,
     retains: bool = True,
+    parts: int = 1,
 ) -> tuple[NodeTraffic, ...]:
     """Compute the traffic of a node of `workers` workers.
 
@@ -143,6 +144,7 @@ def traffic(
         workers: G.
         offloads: True if FULL_SHARD has copies of the parameters on the host.
         retains: True if frozen units stay under FULL_SHARD.
+        parts: parts of the node that are a node each to HYBRID_SHARD.
     """
     param_bytes = precision.param.itemsize
     trainable = sum(wrapped.unit.numel for wrapped in units if wrapped.unit.trainable)
@@ -157,7 +159,7 @@ def traffic(
     rows = {
         _FULL: (workers * (pulled if offloads else twice), workers * pushed),
         ShardingStrategy.SHARD_GRAD_OP: (workers * pulled, workers * pushed),
-        _HYBRID: (pulled, pushed),
+        _HYBRID: (parts * pulled, parts * pushed),
     }
     return tuple(
         NodeTraffic(strategy=strategy, received_bytes=received, sent_bytes=sent)
@@ -213,12 +215,14 @@ def log_choice(wrapping: wrap.Wrapping, units: Sequence[wrap.WrappedUnit], membe
     On one host with all shard servers nothing moves between hosts.
     """
     workers = max(_sizes(membership.workers), default=1)
+    parts = workers // wrapping.node_size if wrapping.strategy is _HYBRID else 1
     rows = traffic(
         units,
         wrapping.spec.precision,
         workers,
         offloads=wrapping.offload.offloads_params,
         retains=wrapping.retain_frozen,
+        parts=parts,
     )
     if why:
         listed = "; ".join(map(str, rows))

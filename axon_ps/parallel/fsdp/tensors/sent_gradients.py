@@ -51,6 +51,7 @@ class SentGradients:
 
     Attributes:
         max_norm: global L2 norm to clip to; 0 = do not clip.
+        factor: the number by which the program has multiplied all of them.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,8 @@ class SentGradients:
 
     def _begin(self) -> None:
         """Begin a step: nothing has left for it."""
-        self.max_norm = 0.0
+        self.max_norm, self.factor = 0.0, 1.0
+        self._multiplied: dict[float, set[tuple[int, str]]] = {}  # by the number, some of them
         self._params: dict[int, int] = {}  # by unit, its number of parameters
         self._norms: list[PendingNorm] = []
         self._scaled: dict[
@@ -158,12 +160,30 @@ class SentGradients:
             self.clip(max_norm)
             del self._scaled[max_norm]
 
+    def multiply(self, home: Home, factor: float) -> None:
+        """Multiply a gradient by a number, as a pipeline's schedule does with all of them.
+
+        Raises:
+            InvalidRequest: it is not above 0.
+        """
+        if not (factor > 0.0 and math.isfinite(factor)):
+            raise InvalidRequest(f"gradients on their way are to be multiplied by {factor}; it must be above 0")
+        multiplied = self._multiplied.setdefault(factor, set())
+        multiplied.add((home.unit, home.name))
+        if len(multiplied) == self.count:
+            self.factor *= factor
+            del self._multiplied[factor]
+
     def checked_max_norm(self) -> float:
         """Return the norm to which the step under way clips.
 
         Raises:
-            Misuse: some gradients were clipped, and others not.
+            Misuse: some gradients were clipped or multiplied, and others not.
         """
+        if self._multiplied:
+            some = len(next(iter(self._multiplied.values())))
+            self._multiplied = {}
+            raise Misuse(f"{some} of the {self.count} gradients sent were multiplied by a number; multiply all of them")
         if self._scaled:
             some = len(next(iter(self._scaled.values())))
             self._scaled = {}
@@ -208,6 +228,9 @@ class SentGradient(Tensor):
         if name in ("mul_", "_foreach_mul_") and isinstance(factor, PendingNorm) and factor.stage == "factor":
             for grad in grads:
                 grad.home.sent.scaled(grad.home, factor.max_norm)
+            return args[0]
+        if name in ("mul_", "div_") and isinstance(factor, (int, float)) and factor:
+            grads[0].home.sent.multiply(grads[0].home, factor if name == "mul_" else 1.0 / factor)
             return args[0]
         home = grads[0].home if grads else next(_sent_in((kwargs or {}).values())).home
         home.sent.refuse(home, function_name(func))

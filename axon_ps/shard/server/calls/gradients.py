@@ -76,15 +76,17 @@ class GradientCalls:
         for task in self._tasks:
             task.cancel()
 
-    async def push(self, at: PushedAt, dtype: DType, grad: Array | None, *, borrowed: bool = False) -> bool:
-        """Add a gradient chunk in replica order, or queue it; False for a duplicate. See `GradientSums.push`."""
+    async def push(
+        self, at: PushedAt, dtype: DType, grad: Array | None, *, addend: int = 0, borrowed: bool = False
+    ) -> bool:
+        """Add a gradient chunk in order, or queue it; False for a duplicate. See `GradientSums.push`."""
         gradients, (_, unit, offset, replica) = self._engine.gradients, at
-        while (done := gradients.push(*at, dtype, grad, borrowed=borrowed)) is Push.WAIT:
+        while (done := gradients.push(*at, dtype, grad, addend=addend, borrowed=borrowed)) is Push.WAIT:
             self._corrupt(self._engine.slices.of(unit, offset))
-            await self._waiters.wait(unit, offset, replica)
+            await self._waiters.wait(unit, offset, gradients.order_of(replica, addend))
         if done is Push.SUMMED:
             owned, order, complete = gradients.next_in_order(unit, offset, replica)
-            self._waiters.wake_replica(unit, offset, order)
+            self._waiters.wake_next(unit, offset, order)
             self._corrupt(owned)
             if complete:
                 self._summed(owned, owned.chunks.index_of(offset), gradients.accumulator_of(replica))
@@ -100,7 +102,7 @@ class GradientCalls:
         at = header.step, header.unit, header.offset, header.replica
         digest = header.digest if header.HasField("digest") else None
         try:
-            while (done := self._engine.gradients.push_sum(*at, total, digest)) is Push.WAIT:
+            while (done := self._engine.gradients.push_sum(*at, total, digest, addend=header.addend)) is Push.WAIT:
                 await self._waiters.wait(header.unit)
         except StepAborted:
             return False
@@ -114,12 +116,12 @@ class GradientCalls:
         self._followed()
         return True
 
-    async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
+    async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int, *, addend: int = 0) -> int:
         """Record that a replica has no gradient for some chunks of a unit; returns the number of new ones."""
         chunks = self._engine.slices.of(unit, offset).chunks
         first, last = chunks.range_of(offset, offset + numel)
         dtype, new = self._engine.gradients.dtype, 0
         for at, _ in chunks.bounds[first:last]:
-            new += await self.push((step, unit, at, replica), dtype, None)
+            new += await self.push((step, unit, at, replica), dtype, None, addend=addend)
             await asyncio.sleep(0)  # each chunk may complete a sum
         return new

@@ -102,7 +102,7 @@ class Reads:
             return parameters.frames(unit, begin, end)
 
     async def prepared(
-        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], generation: int
+        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], generation: int, addend: int = 0
     ) -> bytes:
         """Return the speculative frame of one chunk, once it can be made. See `ExpectedStep.prepare_chunk`.
 
@@ -117,8 +117,8 @@ class Reads:
         try:
             if step < engine.step and owned.lacks_frames:
                 await self.frames(owned.chunks.unit, owned.chunks.begin, owned.chunks.end, generation)
-            while (frame := engine.expected.prepare_chunk(step, owned, index, hypers, scratch)) is None:
-                await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas)
+            while (frame := engine.expected.prepare_chunk(step, owned, index, hypers, scratch, addend)) is None:
+                await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas * (addend + 1))
                 self._model.check_generation(generation)
                 engine.slices.of(owned.chunks.unit, offset)
         finally:

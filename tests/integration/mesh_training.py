@@ -1,14 +1,15 @@
-"""A program of torch's FSDP2 on a mesh, in the manner of torchtitan, with our `fully_shard`. Tests run it.
+"""A program of torch's FSDP2 on a mesh, in the manner of torchtitan, with our `fully_shard`; a test's workers run it.
 
-Usage: mesh_program.py OUT DP PP TP
-
-Each process trains the same model with plain torch, too, and reports how far its parameters are from that.
+Each process trains the same model with plain torch, too, and returns how far its parameters are from that.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import contextlib
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,9 +27,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import axon_ps
+from axon_ps.errors import StepAborted
 from axon_ps.parallel import fully_shard, sharded_model
+from deadlines import WHOLE_S
 
-DIM, HEADS, LAYERS, VOCAB, LENGTH, ROWS, STEPS, MAX_NORM = 16, 4, 2, 32, 8, 8, 50, 0.5
+DIM, HEADS, LAYERS, VOCAB, LENGTH, ROWS, MAX_NORM, MICROBATCHES = 16, 4, 2, 32, 8, 8, 0.5, 2
 
 
 class Attention(nn.Module):
@@ -124,27 +127,48 @@ def prune(model: Llama, stage: int, stages: int) -> None:
     model.norm, model.output = (model.norm, model.output) if stage == stages - 1 else (None, None)
 
 
-def plain_losses(model: Llama) -> list[float]:
-    """Train with plain torch, on all samples."""
+def train_plainly(model: Llama, replicas_of: Mapping[int, Iterable[int]], dp: int) -> None:
+    """Train with plain torch the steps that committed, each on the samples of these replicas."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(STEPS):
+    for step, replicas in replicas_of.items():
         optimizer.zero_grad()
-        tokens = batch(step)
-        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
+        tokens = torch.cat([batch(step)[replica::dp] for replica in replicas])
+        loss_of(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
-def main() -> None:
-    out, dp, pp, tp = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-    dist.init_process_group("gloo")
-    world = axon_ps.World.init()
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The outcome of a training on one worker.
+
+    Attributes:
+        differs: the most by which a parameter differs from plain torch's.
+        divided_differs: the same of DTensors of the state dict; by name.
+        committed: by committed step, the number of replicas in it.
+        norms: of the gradients of each.
+    """
+
+    differs: float
+    divided_differs: dict[str, float]
+    committed: dict[int, int]
+    norms: list[float]
+
+
+def join(store: Path) -> axon_ps.World:
+    """Join the job, and torch's process group with ranks that are not the job's."""
+    world = axon_ps.World.init(timeout_s=20.0, join_timeout_s=WHOLE_S)
+    size = world.world_size
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=size - 1 - world.rank, world_size=size)
+    return world
+
+
+def train(store: Path, dp: int, pp: int, tp: int, steps: int, killed: int) -> Trained:
+    """Train a model on a mesh. The worker of torch's rank `killed` is killed in the middle; -1 = none."""
+    torch.set_num_threads(1)
+    world = join(store)
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    model, stage = made(), mesh["pp"].get_local_rank()
+    model, stage, replica = made(), mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     prune(model, stage, pp)
     if tp > 1:
         tensor_parallel(model, mesh["tp"])
@@ -155,44 +179,36 @@ def main() -> None:
     schedule = None
     if pp > 1:
         staged = PipelineStage(model, stage, pp, torch.device("cpu"), group=mesh["pp"].get_group())
-        schedule = ScheduleGPipe(staged, n_microbatches=1, loss_fn=loss_of)
-    mine = slice(mesh["dp"].get_local_rank(), None, dp)
-    losses, norms = [], []
-    for step in range(STEPS):
+        schedule = ScheduleGPipe(staged, n_microbatches=MICROBATCHES, loss_fn=loss_of)
+    committed: dict[int, int] = {}
+    norms = []
+    for step in range(steps):
         optimizer.zero_grad()
-        tokens = batch(step)[mine]
+        tokens = batch(step)[replica::dp]
         if schedule is None:
-            loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
-            loss.backward()
-            losses.append(loss.item())
+            loss_of(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         else:
             given = (tokens[:, :-1],) if stage == 0 else ()
-            schedule.step(*given, target=tokens[:, 1:] if stage == pp - 1 else None, losses=losses)
+            schedule.step(*given, target=tokens[:, 1:] if stage == pp - 1 else None)
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        norms.append(float(norm))
+        if (dist.get_rank(), step) == (killed, steps // 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        with contextlib.suppress(StepAborted):
+            optimizer.step()  # an aborted one is made again by those who are left
+            committed[step] = world.num_replicas
+            norms.append(float(norm))
     plain = made()
-    plain_losses(plain)
-    theirs = dict(plain.named_parameters())
+    train_plainly(plain, {step: range(dp) if n == dp else (replica,) for step, n in committed.items()}, dp)
+    theirs = {name: param.detach() for name, param in plain.named_parameters()}
     ours = dict(sharded_model(model).full_parameters())
     state = model.state_dict()
-    difference = max(float((ours[name] - theirs[name]).detach().abs().max()) for name in theirs)
-    boxes = [
-        float((value.full_tensor() - theirs[name]).detach().abs().max())
-        for name, value in state.items()
-        if isinstance(value, DTensor)
-    ]
-    result = {
-        "difference": difference,
-        "names": sorted(ours) == sorted(theirs),
-        "boxes": [len(boxes), max(boxes, default=0.0)],
-        "version": sharded_model(model).version,
-        "losses": [float(torch.as_tensor(loss).detach()) for loss in losses],
-        "norms": norms,
-    }
-    out.with_name(f"{out.name}.{dist.get_rank()}").write_text(json.dumps(result))
+    boxes = {name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor)}
+    assert sorted(ours) == sorted(theirs)
+    trained = Trained(
+        differs=max(float((ours[name] - theirs[name]).abs().max()) for name in theirs),
+        divided_differs={name: float((boxes[name] - theirs[name]).abs().max()) for name in boxes},
+        committed=committed,
+        norms=norms,
+    )
     world.close()
-    dist.destroy_process_group()
-
-
-main()
+    return trained
