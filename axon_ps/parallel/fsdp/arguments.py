@@ -44,6 +44,7 @@ class Arguments:
     ignored_parameters: tuple[nn.Parameter, ...]
     intra_node_size: int | None
     prefetch: bool
+    retain_frozen: bool
     param_init_fn: Callable[[nn.Module], None] | None
     plan_options: PlanOptions | None
     device: torch.device | None
@@ -211,6 +212,7 @@ _TABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ignored_parameters": (_parameters, "parameters of the module"),
     "intra_node_size": (partial(_or_none, partial(_an, int)), "how many workers a node has, or None"),
     "prefetch": (partial(_an, bool), "True or False"),
+    "retain_frozen": (partial(_an, bool), "True or False"),
     "param_init_fn": (partial(_or_none, _function), "a function of a submodule, or None"),
     "plan_options": (partial(_or_none, partial(_an, PlanOptions)), "PlanOptions(...) or None"),
     "device": (_device, "a torch.device, its name, or None for where the module is"),

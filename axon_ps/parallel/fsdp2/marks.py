@@ -46,6 +46,7 @@ class Options:
         precision: dtypes of compute and wire.
         offload: the part of the model in host memory.
         ignored: parameters that stay as they are.
+        retain_frozen: True if frozen units stay in memory.
     """
 
     reshard_after_forward: bool | int | None
@@ -55,6 +56,7 @@ class Options:
     precision: MixedPrecision
     offload: CPUOffload
     ignored: tuple[nn.Parameter, ...]
+    retain_frozen: bool = True
 
 
 class ComposedModel(FullyShardedDataParallel):
@@ -269,6 +271,7 @@ def _build(root: Mark) -> ComposedModel:
         mixed_precision=precision,
         auto_wrap_policy=units.__contains__ if units else None,
         ignored_parameters=_ignored(module),
+        retain_frozen=all(options.retain_frozen for options in marked.values()),
         intra_node_size=node_size,
         **({"device_mesh": root.options.axis} if line else {}),
     )

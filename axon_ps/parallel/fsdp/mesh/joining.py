@@ -98,6 +98,7 @@ def _described(mesh: MeshLines, model: str, units: Sequence[WrappedUnit]) -> Lin
                     names=names,
                     shape=tuple(box_of(param).shape),
                     dtype=spec.dtype,
+                    raw=spec.raw,
                     lines=tuple(sorted(numbers[rank] for rank in ranks)),
                     tensor_shape=shape,
                     begin=begin,

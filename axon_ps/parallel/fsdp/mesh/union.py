@@ -34,6 +34,7 @@ class Box:
         names: in the user's module, with those of tied parameters.
         shape: its shape on a worker.
         dtype: its dtype.
+        raw: whether it travels as its bits.
         lines: those among which its tensor is divided or replicated, ascending.
         tensor_shape: the shape of the tensor.
         begin: index in the tensor of the box's first element, in every dimension.
@@ -42,6 +43,7 @@ class Box:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: DType
+    raw: bool
     lines: tuple[int, ...]
     tensor_shape: tuple[int, ...]
     begin: tuple[int, ...]
@@ -214,13 +216,16 @@ def _named(boxes: Mapping[_Key, tuple[Box, bool]]) -> dict[_Key, Parameter]:
         of_tensor = "" if len(tensors) == 1 else f"@{tensors.index(box.lines)}"
         name, *aliases = [name + of_tensor for name in box.names]
         if box.shape == box.tensor_shape:
-            found[key] = Parameter(name=name, shape=box.shape, offset=0, dtype=box.dtype, aliases=tuple(aliases))
+            found[key] = Parameter(
+                name=name, shape=box.shape, offset=0, dtype=box.dtype, aliases=tuple(aliases), raw=box.raw
+            )
             continue
         found[key] = Parameter(
             name=f"{name}@{sorted(begins[box.tensor]).index(box.begin)}",
             shape=box.shape,
             offset=0,
             dtype=box.dtype,
+            raw=box.raw,
             whole=Whole(name=name, shape=box.tensor_shape, begin=box.begin, aliases=tuple(aliases)),
         )
     return found
@@ -250,7 +255,7 @@ def _plain(value: Any) -> Any:
 
 def _box(value: Mapping[str, Any]) -> Box:
     numbers = {key: tuple(value[key]) for key in ("shape", "lines", "tensor_shape", "begin")}
-    return Box(names=tuple(value["names"]), dtype=DType(value["dtype"]), **numbers)
+    return Box(names=tuple(value["names"]), dtype=DType(value["dtype"]), raw=value["raw"], **numbers)
 
 
 __all__ = ["Box", "Line", "LineUnit", "OwnUnit", "Union", "union"]

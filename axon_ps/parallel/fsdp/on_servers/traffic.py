@@ -8,7 +8,9 @@ FULL_SHARD      G·w·(2P - r - b); with PARAMS G·w·T           G·g·T
 SHARD_GRAD_OP   G·w·T                                         G·g·T
 HYBRID_SHARD    w·T                                           g·T
 
-A server on the same host takes its part without the network.
+Raw parameters have bytes of their own in place of w. If frozen units stay (`wrap`, Note: [Frozen parameters stay]),
+FULL_SHARD gathers only trainable ones, and b is as many of the last ones as fit into twice the largest unit. A server
+on the same host takes its part without the network.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +30,9 @@ from axon_ps.collectives import cuda
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
+from axon_ps.parallel.fsdp.gathering import BUFFERS
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
+from axon_ps.sharding.layout import WORD_BYTES
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Member, Membership
 from axon_ps.worker.world import World
@@ -97,7 +102,7 @@ def estimate(
         nodes: number of nodes.
         gpus: True if workers have GPUs.
         options: of `FullyShardedDataParallel`: `unit_types`, `auto_wrap_policy`, `mixed_precision`, `cpu_offload`,
-            `ignored_parameters`.
+            `ignored_parameters`, `retain_frozen`.
 
     Raises:
         InvalidRequest: the module cannot be sharded, `workers` is not a multiple of `nodes`, or as of
@@ -112,7 +117,13 @@ def estimate(
     sizes = [workers // nodes] * nodes if world is None else _sizes(world.membership.workers)
     precision = known["mixed_precision"].wire(wrap.widest_dtype(units))
     strategy, why = chosen(sizes, gpus=gpus)
-    rows = traffic(units, precision, max(sizes), offloads=known["cpu_offload"].offloads_params)
+    rows = traffic(
+        units,
+        precision,
+        max(sizes),
+        offloads=known["cpu_offload"].offloads_params,
+        retains=known.get("retain_frozen", True),
+    )
     return TrafficEstimate(rows=rows, strategy=strategy, why=why)
 
 
@@ -122,6 +133,7 @@ def traffic(
     workers: int,
     *,
     offloads: bool = False,
+    retains: bool = True,
     divisor: int = 1,
 ) -> tuple[NodeTraffic, ...]:
     """Compute the traffic of a node of `workers` workers.
@@ -131,27 +143,41 @@ def traffic(
         precision: dtypes on the wire.
         workers: G.
         offloads: True if FULL_SHARD has copies of the parameters on the host.
+        retains: True if frozen units stay under FULL_SHARD.
         divisor: number of nodes of HYBRID_SHARD that the node is divided into.
     """
-    by_owner = Counter[str]()
-    for wrapped in units:
-        by_owner[wrapped.owner] += wrapped.unit.numel
-    inner = [numel for owner, numel in by_owner.items() if owner]
+    param_bytes = precision.param.itemsize
     trainable = sum(wrapped.unit.numel for wrapped in units if wrapped.unit.trainable)
-    gathered_twice = 2 * by_owner.total() - by_owner[""] - sum(inner[-2:])
-    numels = {
-        _FULL: (workers * (trainable if offloads else gathered_twice), workers * trainable),
-        ShardingStrategy.SHARD_GRAD_OP: (workers * trainable, workers * trainable),
-        _HYBRID: (divisor * trainable, divisor * trainable),
+    pulled, pushed = param_bytes * trainable, precision.grad.itemsize * trainable
+    by_unit, gathered = Counter[str](), Counter[str]()
+    for wrapped in units:
+        size_bytes = wrapped.unit.numel * (WORD_BYTES if wrapped.unit.raw else param_bytes)
+        by_unit[wrapped.owner] += size_bytes
+        gathered[wrapped.owner] += size_bytes if wrapped.unit.trainable or not retains else 0
+    kept_bytes = _kept_bytes([(by_unit[o], gathered[o]) for o in by_unit if o])
+    twice = 2 * gathered.total() - gathered[""] - kept_bytes
+    rows = {
+        _FULL: (workers * (pulled if offloads else twice), workers * pushed),
+        ShardingStrategy.SHARD_GRAD_OP: (workers * pulled, workers * pushed),
+        _HYBRID: (divisor * pulled, divisor * pushed),
     }
     return tuple(
-        NodeTraffic(
-            strategy=strategy,
-            received_bytes=precision.param.itemsize * received,
-            sent_bytes=precision.grad.itemsize * sent,
-        )
-        for strategy, (received, sent) in numels.items()
+        NodeTraffic(strategy=strategy, received_bytes=received, sent_bytes=sent)
+        for strategy, (received, sent) in rows.items()
     )
+
+
+def _kept_bytes(inner: Sequence[tuple[int, int]]) -> int:
+    """Return the bytes that stay from forward to backward.
+
+    Args:
+        inner: by unit beside the root, its bytes, and those of them that are gathered in each step.
+    """
+    gathered = [size_bytes for _, size_bytes in inner]
+    if all(size_bytes == of_step for size_bytes, of_step in inner):
+        return sum(gathered[-BUFFERS:])
+    most_bytes = BUFFERS * max(size_bytes for size_bytes, _ in inner)
+    return max(total for total in accumulate(reversed(gathered), initial=0) if total <= most_bytes)
 
 
 def chosen(sizes: Sequence[int], *, gpus: bool) -> tuple[ShardingStrategy, str]:
@@ -190,7 +216,14 @@ def log_choice(wrapping: wrap.Wrapping, units: Sequence[wrap.WrappedUnit], membe
     """
     workers = max(_sizes(membership.workers), default=1)
     divisor = workers // wrapping.node_size if wrapping.strategy is _HYBRID else 1
-    rows = traffic(units, wrapping.spec.precision, workers, offloads=wrapping.offload.offloads_params, divisor=divisor)
+    rows = traffic(
+        units,
+        wrapping.spec.precision,
+        workers,
+        offloads=wrapping.offload.offloads_params,
+        retains=wrapping.retain_frozen,
+        divisor=divisor,
+    )
     if why:
         listed = "; ".join(map(str, rows))
         _logger.info("model %r: %s, since %s. A node and step: %s", wrapping.name, wrapping.strategy.name, why, listed)
