@@ -274,6 +274,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         """
         self._runtime.reset()
         self._runtime.release()
+        if self._wrapping.lines is not None:
+            self._wrapping.lines.forget()
         if self._served_buffers is not None:
             self._served_buffers.release()
 

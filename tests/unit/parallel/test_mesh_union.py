@@ -15,7 +15,14 @@ from axon_ps.types import DType
 
 def box(name: str, shape: tuple[int, ...], lines: tuple[int, ...], **others: Any) -> Box:
     """A box that covers its tensor, unless it is said otherwise."""
-    given = {"names": (name,), "dtype": DType.F32, "tensor_shape": shape, "begin": (0,) * len(shape), **others}
+    given = {
+        "names": (name,),
+        "dtype": DType.F32,
+        "raw": False,
+        "tensor_shape": shape,
+        "begin": (0,) * len(shape),
+        **others,
+    }
     return Box(shape=shape, lines=lines, **given)
 
 

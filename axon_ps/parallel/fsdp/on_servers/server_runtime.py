@@ -76,16 +76,10 @@ class ServerRuntime(Runtime):
         self._ticket: Ticket | None = None
         self._began: Position | None = None  # the version at which the step began
         self._optimizer = ServedOptimizer(wrapping, self._steps, lambda: self.version)
-        layout = wrapping.spec.layout
-        first_parameter = dict(enumerate(accumulate((len(unit.parameters) for unit in layout.units), initial=0)))
-        self._step = SentStep(
-            self._steps.gradients,
-            first_parameter,
-            self._grad_wire,
-            on_device=device is not None,
-            foreign=_foreign(layout, self.flats),
-        )
-        self._speculation = Speculation(self.flats, first_parameter, self.gathering)
+        first, foreign = _numbers(wrapping.spec.layout, self.flats)
+        gradients, on_device = self._steps.gradients, device is not None
+        self._step = SentStep(gradients, first, self._grad_wire, on_device=on_device, foreign=foreign)
+        self._speculation = Speculation(self.flats, first, self.gathering)
         self.masters = ServedMasters(wrapping, client, self.flats)
         self._withdrawn: StepResult | None = None  # result of a withdrawn step, until the next forward
 
@@ -398,11 +392,15 @@ class ServerRuntime(Runtime):
         return {**super().statistics(), **{f"wire_{k}": v for k, v in self._client.statistics().items()}}
 
 
-def _foreign(layout: Layout, flats: Iterable[FlatUnit]) -> list[int]:
-    """Return the numbers of the trainable parameters whose gradients workers of other lines of a mesh push."""
+def _numbers(layout: Layout, flats: Iterable[FlatUnit]) -> tuple[dict[int, int], list[int]]:
+    """Return by unit the number of its first parameter, and the numbers of the parameters that others push.
+
+    In a mesh workers of other lines push the gradients of trainable parameters that this worker does not push.
+    """
+    first = dict(enumerate(accumulate((len(unit.parameters) for unit in layout.units), initial=0)))
     pushed = {flat.index for flat in flats if flat.pushes}
     numbered = enumerate(layout.parameters())
-    return [number for number, (unit, _) in numbered if unit not in pushed and layout.units[unit].trainable]
+    return first, [number for number, (unit, _) in numbered if unit not in pushed and layout.units[unit].trainable]
 
 
 def _weight(factor: float, ticket: Ticket) -> float | None:
