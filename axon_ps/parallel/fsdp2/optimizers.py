@@ -210,7 +210,8 @@ def _recognise(optimizer: Any) -> None:
     kind: Any = type(optimizer)
     optimizer.__class__ = _joined(kind)
     _made.add(optimizer)
-    if root.outermost.options.line:  # workers of other pipeline stages may use theirs only once they have our output
+    line = root.outermost.options.line
+    if line and len(line) < torch.distributed.get_world_size():  # the first use of a stage needs other stages' output
         root.outermost.built()
 
 
