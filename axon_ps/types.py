@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +31,20 @@ _STORAGE: dict[str, np.dtype[Any]] = {
     "i32": np.dtype(np.int32),
     "u8": np.dtype(np.uint8),
     "bool": np.dtype(np.bool_),
+    "f8_e4m3": np.dtype(np.uint8),
+    "f8_e5m2": np.dtype(np.uint8),
+    "f8_e4m3fnuz": np.dtype(np.uint8),
+    "f8_e5m2fnuz": np.dtype(np.uint8),
+    "f8_e8m0": np.dtype(np.uint8),
+    "f4_x2": np.dtype(np.uint8),
+    "i8": np.dtype(np.int8),
+    "i16": np.dtype(np.int16),
+    "u16": np.dtype(np.uint16),
+    "u32": np.dtype(np.uint32),
+    "u64": np.dtype(np.uint64),
+    "c32": np.dtype([("real", "<f2"), ("imag", "<f2")]),
+    "c64": np.dtype(np.complex64),
+    "c128": np.dtype(np.complex128),
     "int8_block": np.dtype([("scale", "<f4"), ("quants", "i1", (INT8_BLOCK_NUMEL,))]),
 }
 
@@ -41,22 +56,37 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "i64": ("int64",),
     "i32": ("int32",),
     "u8": ("uint8",),
+    "f8_e4m3": ("float8_e4m3fn", "float8_e4m3"),
+    "f8_e5m2": ("float8_e5m2",),
+    "f8_e4m3fnuz": ("float8_e4m3fnuz",),
+    "f8_e5m2fnuz": ("float8_e5m2fnuz",),
+    "f8_e8m0": ("float8_e8m0fnu",),
+    "f4_x2": ("float4_e2m1fn_x2",),
+    "i8": ("int8",),
+    "i16": ("int16",),
+    "u16": ("uint16",),
+    "u32": ("uint32",),
+    "u64": ("uint64",),
+    "c32": ("complex32",),
+    "c64": ("complex64",),
+    "c128": ("complex128",),
 }
-"""Other names of the dtypes of numbers, torch's first."""
+"""Other names of the dtypes, torch's first."""
 
 
 class DType(enum.Enum):
     """An element type on the wire. `.numpy` is its storage in numpy: bf16 has no numpy type and is held as uint16.
 
     An element of INT8_BLOCK is `INT8_BLOCK_NUMEL` numbers: their scale, f32, and an int8 for each; see
-    `compress.int8_block`. All others are one number each, and tensors consist of those (`NUMBERS`).
+    `compress.int8_block`. An element of F4_X2 is two numbers. All others are one number each. Tensors are sent between
+    ranks in those of `NUMBERS`. A parameter may also have one of the others, and then travels as its bits.
 
     Attributes:
         numpy: the numpy dtype that stores one element (uint16 for BF16, fields "scale" and "quants" for INT8_BLOCK).
         itemsize: bytes of one element.
         is_float: whether it is a floating-point number.
         spellings: the names by which users may give it.
-        torch_name: the first of them: of a dtype of `NUMBERS`, torch's.
+        torch_name: the first of them: torch's, except of INT8_BLOCK.
     """
 
     F32 = "f32"
@@ -68,6 +98,20 @@ class DType(enum.Enum):
     U8 = "u8"
     BOOL = "bool"
     INT8_BLOCK = "int8_block"
+    F8_E4M3 = "f8_e4m3"
+    F8_E5M2 = "f8_e5m2"
+    F8_E4M3FNUZ = "f8_e4m3fnuz"
+    F8_E5M2FNUZ = "f8_e5m2fnuz"
+    F8_E8M0 = "f8_e8m0"
+    F4_X2 = "f4_x2"
+    I8 = "i8"
+    I16 = "i16"
+    U16 = "u16"
+    U32 = "u32"
+    U64 = "u64"
+    C32 = "c32"
+    C64 = "c64"
+    C128 = "c128"
 
     def __init__(self, name: str) -> None:
         self.numpy = _STORAGE[name]
@@ -77,8 +121,14 @@ class DType(enum.Enum):
         self.torch_name = self.spellings[0]
 
 
-NUMBERS = tuple(dtype for dtype in DType if dtype is not DType.INT8_BLOCK)
-"""The dtypes that tensors can have."""
+NUMBERS = (DType.F32, DType.BF16, DType.F16, DType.F64, DType.I64, DType.I32, DType.U8, DType.BOOL)
+"""The dtypes of tensors that ranks send and reduce."""
+
+COLLECTIVE_DTYPES = (*NUMBERS, DType.INT8_BLOCK)
+"""The dtypes that collectives take."""
+
+ELEMENTS = tuple(dtype for dtype in DType if dtype is not DType.INT8_BLOCK)
+"""The dtypes that a parameter can have."""
 
 FLOATS = tuple(dtype for dtype in NUMBERS if dtype.is_float)
 """The dtypes in which models can compute."""
@@ -86,7 +136,7 @@ FLOATS = tuple(dtype for dtype in NUMBERS if dtype.is_float)
 WIRE_DTYPES = (DType.F32, DType.BF16, DType.F16)
 """The dtypes in which parameters and gradients travel, and in which models are exported."""
 
-_BY_SPELLING = {spelling: dtype for dtype in NUMBERS for spelling in dtype.spellings}
+_BY_SPELLING = {spelling: dtype for dtype in ELEMENTS for spelling in dtype.spellings}
 
 
 def parse_dtype(
@@ -193,6 +243,19 @@ class Member:
         return f"{self.incarnation}@{self.joined}"
 
 
+@lru_cache(maxsize=8)
+def _checked_rows(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Return rows that can be, as the same object for equal ones: they are compared often, and may be long."""
+    ranks = [rank for row in rows for rank in row]
+    if len({len(row) for row in rows}) > 1 or not all(rows):
+        raise InvalidRequest(f"replicas have {sorted({len(row) for row in rows})} workers; give all the same")
+    if len(set(ranks)) != len(ranks) or not all(0 <= rank < MAX_RANKS for rank in ranks):
+        raise InvalidRequest(
+            f"replicas of the ranks {rows[:_ROWS_NAMED]} ...: each rank is in one of them, from 0 to {MAX_RANKS - 1}"
+        )
+    return rows
+
+
 MAX_RANKS = 1 << 14
 """Ranks of workers that a `Grouping` may name are below it; a job has no more members of a role."""
 
@@ -223,13 +286,8 @@ class Grouping:
                 f"replicas are formed by_node={self.by_node}, size={self.size} and {len(self.rows)} rows; a size goes "
                 "with by_node, and rows without it"
             )
-        ranks = [rank for row in self.rows for rank in row]
-        if len({len(row) for row in self.rows}) > 1 or not all(self.rows):
-            raise InvalidRequest(f"replicas have {sorted({len(row) for row in self.rows})} workers; give all the same")
-        if len(set(ranks)) != len(ranks) or not all(0 <= rank < MAX_RANKS for rank in ranks):
-            raise InvalidRequest(
-                f"replicas of the ranks {self.rows[:4]} ...: each rank is in one of them, from 0 to {MAX_RANKS - 1}"
-            )
+        if self.rows:
+            object.__setattr__(self, "rows", _checked_rows(self.rows))
 
     def __str__(self) -> str:
         """Return the replicas in words, as in errors."""

@@ -18,10 +18,10 @@ import numpy as np
 
 from axon_ps.collectives import cuda
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import NUMBERS, Array, DType
+from axon_ps.types import COLLECTIVE_DTYPES, NUMBERS, Array, DType
 
 _BY_NAME = {dtype.torch_name: dtype for dtype in NUMBERS}
-_BY_NUMPY = {dtype.numpy: dtype for dtype in DType if dtype is not DType.BF16}  # numpy itself has no bf16
+_BY_NUMPY = {dtype.numpy: dtype for dtype in COLLECTIVE_DTYPES if dtype is not DType.BF16}  # numpy itself has no bf16
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Coordinates:
     """The coordinates of a worker among those that take part in a step.
 
     Attributes:
-        replica: the number of its replica; -1 = it is in none, and gets no samples.
+        replica: the number of its replica; -1 = it is in none, and its samples count for nothing.
         num_replicas: number of replicas.
         index: its number among the workers of its replica. All of them compute the same number of micro-batches.
         workers: number of workers of a replica.

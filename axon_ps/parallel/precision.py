@@ -11,10 +11,13 @@ import torch
 from axon_ps.collectives import cuda
 from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.layout import Parameter, Unit
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import FLOATS, NUMBERS, DType, parse_dtype
+from axon_ps.types import ELEMENTS, FLOATS, DType, parse_dtype
 
-TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {dtype: getattr(torch, dtype.torch_name) for dtype in NUMBERS}
+TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {dtype: getattr(torch, dtype.torch_name) for dtype in ELEMENTS}
+
+DTYPES: Final[dict[torch.dtype, DType]] = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 
 
 class _TorchDType:
@@ -100,6 +103,22 @@ class MixedPrecision:
         """
         names = ("wire_dtype", "reduce_dtype")
         return WirePrecision.of(self.wire_dtype or self.compute(built), self.reduce_dtype, names)
+
+
+def view_of(values: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    """Return the view of one parameter in the values of its unit, in its shape; of a raw one in its own dtype.
+
+    See `sharding.layout`, Note: [Raw parameters].
+    """
+    part = values[parameter.offset : parameter.end]
+    if parameter.raw:
+        part = part.view(torch.uint8)[: parameter.nbytes].view(TORCH_DTYPES[parameter.dtype])
+    return part.view(parameter.shape)
+
+
+def views_of(values: torch.Tensor, unit: Unit) -> list[torch.Tensor]:
+    """Return the views of all parameters in the values of their unit; see `view_of`."""
+    return [view_of(values, parameter) for parameter in unit.parameters]
 
 
 def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) -> None:

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 import axon_ps
 from axon_ps.errors import InvalidRequest, Timeout
+from axon_ps.parallel.precision import DTYPES
 from axon_ps.types import Array
 from axon_ps.worker.subscription import Subscription, Weights
 
@@ -70,7 +72,7 @@ def load_weights(module: nn.Module, weights: Weights) -> int:
             )
     with torch.no_grad():
         for name, parameter in found.items():
-            parameter.copy_(_tensor(theirs[name]))
+            parameter.copy_(_tensor(theirs[name], parameter.dtype))
     return weights.version
 
 
@@ -84,9 +86,15 @@ def _checked(weights: Weights) -> Weights:
     return weights
 
 
-def _tensor(array: Array) -> torch.Tensor:
-    """Return a copy as a tensor: pulled arrays must not change, and tensors can."""
-    tensor = torch.from_numpy(array.copy())
+def _tensor(array: Array, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return a copy as a tensor: pulled arrays must not change, and tensors can.
+
+    It is of `dtype` if numpy stores that dtype as the array's. Other arrays of uint16 are bf16.
+    """
+    copy = array.copy()
+    if (known := DTYPES.get(dtype)) is not None and known.numpy == copy.dtype:
+        return torch.from_numpy(copy.reshape(-1).view(np.uint8)).view(dtype).reshape(array.shape)
+    tensor = torch.from_numpy(copy)
     return tensor.view(torch.bfloat16) if tensor.dtype is torch.uint16 else tensor
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.sharding.layout import Layout, first_difference
+from axon_ps.sharding.layout import Layout, Unit, first_difference
 from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
 from axon_ps.sharding.policy import Policy, Synchronous
 from axon_ps.sharding.precision import WirePrecision
@@ -19,7 +19,7 @@ class JobSpec:
 
     Attributes:
         layout: units and parameters.
-        precision: dtypes and compression on the wire.
+        precision: dtypes and compression on the wire; see `precision_of`.
         options: chunk and slice sizes.
         grouping: the workers that contribute one gradient together: with HYBRID_SHARD those of a node.
         policy: the replicas that wait for each other between steps.
@@ -44,10 +44,14 @@ class JobSpec:
                 "a dtype for parameters (wire_dtype), or the policy Synchronous"
             )
 
+    def precision_of(self, unit: Unit) -> WirePrecision:
+        """Return the forms of a unit's values on the wire: raw parameters are sent as words, which look like f32."""
+        return WirePrecision() if unit.raw else self.precision
+
     @property
     def described(self) -> str:
         """The model in words."""
-        return f"{self.model or 'a model'} ({self.layout.numel} parameters)"
+        return f"{self.model or 'a model'} ({self.layout.count} parameters)"
 
     @cached_property
     def _plans(self) -> dict[int, Plan]:
@@ -88,7 +92,7 @@ class JobSpec:
         if len(ours) != len(theirs):
             return f"it has {len(ours)} units and the other {len(theirs)}; wrap both models alike"
         for a, b in zip(ours, theirs, strict=True):
-            here, there = ([(p.name, tuple(p.shape)) for p in unit.parameters] for unit in (a, b))
+            here, there = ([(p.name, tuple(p.shape), p.raw) for p in unit.parameters] for unit in (a, b))
             if here != there:
                 what = next((p for p, q in zip(here, there, strict=False) if p != q), None)
                 which = f"parameter {what[0]!r} of shape {list(what[1])}" if what else f"{len(here)} parameters"

@@ -2,14 +2,22 @@
 
 The parameters of a *unit* are gathered together. They lie one behind the other in one 1-D array, without gaps, in the
 order given. A unit is all trainable or all frozen, so gradients, moments and traffic are decided per unit. Tied
-parameters appear once, under their first name, with the other names as aliases. Units are never padded, so nothing has
-to be stripped when a checkpoint is written.
+parameters appear once, under their first name, with the other names as aliases. Units of numbers are never padded, so
+nothing has to be stripped when a checkpoint is written.
+
+Note: [Raw parameters]
+    A frozen parameter may be *raw*: it is stored and sent as its bits, in its own dtype, and never as numbers. Its unit
+    consists of raw parameters only. The array of such a unit has the type f32 as any other, and each element is a word:
+    four bytes of some parameter. Words are copied, and never computed with, cast or compressed. So servers, replicas,
+    digests and checkpoints treat them as other frozen values, and the bits stay. A raw parameter begins at a multiple
+    of 16 bytes, so that it can be viewed in any dtype. Its `numel` counts words, up to three of them unused.
 
 A parameter may be a *box* of a larger tensor, its *whole*: a part of the model that tensor parallelism cuts. Then the
 layout has all boxes of the whole. They are a grid, so each element of the whole is in exactly one box.
 
 Invariants of a `Layout`: unit and parameter names are unique (aliases included), offsets are the running sum of the
-numels, every parameter has at least one element. Names of wholes and of parameters that are not boxes are unique.
+numels, every parameter has at least one element, the parameters of a unit are all raw or none, and a unit of raw ones
+is frozen. Names of wholes and of parameters that are not boxes are unique.
 """
 
 from __future__ import annotations
@@ -19,9 +27,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import DType
+
+WORD_BYTES: Final = 4
+"""Bytes of an element of a unit of raw parameters."""
+
+_ALIGN_BYTES: Final = 16
+"""Raw parameters begin at multiples of this: the largest element of any dtype, and a multiple of a word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +64,9 @@ class Parameter:
         name: its fully qualified name in the user's module; of a box, unique among all boxes of all parts.
         shape: its shape; () for a scalar.
         offset: index of its first element in its unit.
-        dtype: its dtype in the user's model. Masters are always f32.
+        dtype: its dtype in the user's model. Masters are always f32, except of raw parameters.
         aliases: further names of the same tensor (tied weights).
+        raw: whether it is stored and sent as its bits. See Note: [Raw parameters].
         whole: the tensor that it is a box of; None = it is a whole tensor.
     """
 
@@ -59,12 +75,23 @@ class Parameter:
     offset: int
     dtype: DType = DType.F32
     aliases: tuple[str, ...] = ()
+    raw: bool = False
     whole: Whole | None = None
 
     @cached_property
-    def numel(self) -> int:
+    def count(self) -> int:
         """Elements of the tensor."""
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in its own dtype."""
+        return self.count * self.dtype.itemsize
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of its unit: those of the tensor; of a raw one, the words that it takes."""
+        return -(-self.nbytes // _ALIGN_BYTES) * (_ALIGN_BYTES // WORD_BYTES) if self.raw else self.count
 
     @property
     def end(self) -> int:
@@ -94,6 +121,11 @@ class Unit:
     def numel(self) -> int:
         """Elements of the unit."""
         return sum(p.numel for p in self.parameters)
+
+    @property
+    def raw(self) -> bool:
+        """True if its elements are words of raw parameters."""
+        return self.parameters[0].raw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +176,8 @@ class Layout:
                 offset = p.end
             if not unit.parameters:
                 raise InvalidRequest(f"unit {unit.name!r} has no parameters; leave it out of the layout")
+            if any(p.raw != unit.raw for p in unit.parameters) or (unit.raw and unit.trainable):
+                raise InvalidRequest(f"unit {unit.name!r} has raw parameters; all of them must be raw, and frozen")
         _check_boxes([p for _, p in self.parameters()])
 
     def name_of(self, unit: int) -> str:
@@ -155,6 +189,11 @@ class Layout:
     def numel(self) -> int:
         """Elements of all units."""
         return sum(u.numel for u in self.units)
+
+    @cached_property
+    def count(self) -> int:
+        """Elements of all parameters."""
+        return sum(p.count for _, p in self.parameters())
 
     @cached_property
     def trainable_numel(self) -> int:
@@ -183,7 +222,7 @@ class Layout:
             whole = p.tensor
             if whole.name not in home:
                 tensors[whole.name] = Parameter(
-                    name=whole.name, shape=whole.shape, offset=0, dtype=p.dtype, aliases=whole.aliases
+                    name=whole.name, shape=whole.shape, offset=0, dtype=p.dtype, aliases=whole.aliases, raw=p.raw
                 )
             a, b = sorted((first_of(home.setdefault(whole.name, unit)), first_of(unit)))
             first[b] = a
@@ -233,7 +272,7 @@ def _check_boxes(parameters: Sequence[Parameter]) -> None:
 def _check_grid(boxes: Sequence[Parameter]) -> None:
     first, whole = boxes[0], boxes[0].tensor
     for p in boxes:
-        a, b = (whole.shape, whole.aliases, first.dtype), (p.tensor.shape, p.tensor.aliases, p.dtype)
+        a, b = ((q.tensor.shape, q.tensor.aliases, q.dtype, q.raw) for q in (first, p))
         if a != b:
             raise InvalidRequest(
                 f"parameters {first.name!r} and {p.name!r} are boxes of {whole.name!r}, by one of shape "
@@ -262,18 +301,21 @@ def _check_grid(boxes: Sequence[Parameter]) -> None:
         )
 
 
-def build_unit(name: str, parameters: Sequence[tuple[str, tuple[int, ...], DType]], *, trainable: bool = True) -> Unit:
+def build_unit(
+    name: str, parameters: Sequence[tuple[str, tuple[int, ...], DType]], *, trainable: bool = True, raw: bool = False
+) -> Unit:
     """Return a unit with its parameters packed in the order given.
 
     Args:
         name: the unit's name.
         parameters: (name, shape, dtype) of each.
         trainable: whether the optimizer changes them.
+        raw: whether they are stored and sent as their bits.
     """
     packed: list[Parameter] = []
     offset = 0
     for parameter_name, shape, dtype in parameters:
-        packed.append(Parameter(name=parameter_name, shape=tuple(shape), offset=offset, dtype=dtype))
+        packed.append(Parameter(name=parameter_name, shape=tuple(shape), offset=offset, dtype=dtype, raw=raw))
         offset = packed[-1].end
     return Unit(name=name, parameters=tuple(packed), trainable=trainable)
 
@@ -293,6 +335,9 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
                 return f"parameter {p.name!r} has shape {p.shape} here and {q.shape} in the job"
             if p.dtype != q.dtype:
                 return f"parameter {p.name!r} has dtype {p.dtype.value} here and {q.dtype.value} in the job"
+            if p.raw != q.raw:
+                sent = {True: "as its bits", False: "as numbers"}
+                return f"parameter {p.name!r} is sent {sent[p.raw]} here and {sent[q.raw]} in the job"
             if p.aliases != q.aliases:
                 return f"parameter {p.name!r} is tied to {list(p.aliases)} here and to {list(q.aliases)} in the job"
             if p.whole != q.whole:

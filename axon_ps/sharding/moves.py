@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.sharding import raw
 from axon_ps.sharding.layout import Layout, Parameter
 from axon_ps.sharding.plan import Slice
 
@@ -20,7 +21,9 @@ from axon_ps.sharding.plan import Slice
 class Move:
     """Copy `rows` runs of `numel` elements each from unit `source_unit` of an old layout to `unit` of a new one.
 
-    Run r is read from source_begin + r * source_step on, and belongs at begin + r * step.
+    Run r is read from source_begin + r * source_step on, and belongs at begin + r * step. These are elements of the
+    units, and with `converts` elements of the two parameters, the old and the new one, counted from the first of each.
+    Then one is raw, or both are, and values are converted or do not fill words; see `sharding.raw`.
     """
 
     source_unit: int
@@ -31,11 +34,17 @@ class Move:
     rows: int = 1
     source_step: int = 0
     step: int = 0
+    converts: tuple[Parameter, Parameter] | None = None
 
     @property
-    def source_end(self) -> int:
-        """One past the last element that is read."""
-        return self.source_begin + (self.rows - 1) * self.source_step + self.numel
+    def source_range(self) -> tuple[int, int]:
+        """The elements of the source unit from the first that is read to one past the last."""
+        begin, end = self.source_begin, self.source_begin + (self.rows - 1) * self.source_step + self.numel
+        if self.converts is None:
+            return begin, end
+        source, _ = self.converts
+        begin, end = raw.words_with(source, begin, end)
+        return source.offset + begin, source.offset + end
 
     def read_from(self, begin: int, end: int) -> Iterator[Move]:
         """Yield the parts that are read from elements [begin, end) of the source unit, three at most."""
@@ -57,6 +66,8 @@ class Move:
 
     def continued_by(self, move: Move) -> bool:
         """Return True if both are one run, and the other's lies behind this one's in both units."""
+        if self.converts is not None or move.converts is not None:
+            return False
         return (self.rows, self.source_unit, self.source_begin + self.numel, self.begin + self.numel) == (
             move.rows,
             move.source_unit,
@@ -133,26 +144,43 @@ class Places:
             )
         if old.dtype is not p.dtype and not (old.dtype.is_float and p.dtype.is_float):
             raise InvalidRequest(
-                f"parameter {tensor.name!r} is of {old.dtype.torch_name} in the checkpoint and of "
-                f"{p.dtype.torch_name} in the model"
+                f"parameter {tensor.name!r} has dtype {old.dtype.torch_name} in the checkpoint and "
+                f"{p.dtype.torch_name} in the model; only floating-point parameters are converted"
             )
         for source_unit, q in boxes:
-            for move in _common(source_unit, q, unit, p):
-                yield from move.written_to(begin, end)
+            if not p.raw and not q.raw:
+                for move in _common(source_unit, q, unit, p):
+                    shifted = replace(move, source_begin=q.offset + move.source_begin, begin=p.offset + move.begin)
+                    yield from shifted.written_to(begin, end)
+            elif p.raw and q.raw and p.dtype is q.dtype and _is_same(q, p):
+                whole = Move(source_unit=source_unit, source_begin=q.offset, unit=unit, begin=p.offset, numel=p.numel)
+                yield from whole.written_to(begin, end)
+            else:
+                elements = raw.elements_in(p, begin - p.offset, end - p.offset)
+                for move in _common(source_unit, q, unit, p):
+                    yield from replace(move, converts=(q, p)).written_to(*elements)
+
+
+def _is_same(q: Parameter, p: Parameter) -> bool:
+    """Return True if two boxes of a tensor are the same."""
+    return (q.shape, q.tensor.begin) == (p.shape, p.tensor.begin)
 
 
 def _common(source_unit: int, q: Parameter, unit: int, p: Parameter) -> Iterator[Move]:
-    """Yield the moves of all elements that a box of the old layout and a box of the new one have in common."""
-    if q.shape == p.shape and q.tensor.begin == p.tensor.begin:
-        yield Move(source_unit=source_unit, source_begin=q.offset, unit=unit, begin=p.offset, numel=p.numel)
+    """Yield the moves of all elements that a box of the old layout and a box of the new one have in common.
+
+    They are counted from the first element of each.
+    """
+    if _is_same(q, p):
+        yield Move(source_unit=source_unit, source_begin=0, unit=unit, begin=0, numel=p.count)
         return
     begins = [max(a, b) for a, b in zip(q.tensor.begin, p.tensor.begin, strict=True)]
     ends = [min(a + m, b + n) for a, m, b, n in zip(q.tensor.begin, q.shape, p.tensor.begin, p.shape, strict=True)]
     if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
         return
     source_strides, strides = _strides(q.shape), _strides(p.shape)
-    source_begin = q.offset + _distance(begins, q.tensor.begin, source_strides)
-    target_begin = p.offset + _distance(begins, p.tensor.begin, strides)
+    source_begin = _distance(begins, q.tensor.begin, source_strides)
+    target_begin = _distance(begins, p.tensor.begin, strides)
     loops = [(1, 1, 1)]  # (how often, distance in the source, distance in the target), the innermost first
     for begin, end, source_stride, stride in reversed(list(zip(begins, ends, source_strides, strides, strict=True))):
         count, source_inner, inner = loops[-1]

@@ -8,6 +8,8 @@ FULL_SHARD      G·w·(2P - r - b); with PARAMS G·w·T           G·g·T
 SHARD_GRAD_OP   G·w·T                                         G·g·T
 HYBRID_SHARD    w·T                                           g·T
 
+Frozen units that are retained are gathered once in a job. Raw parameters have bytes of their own in place of w.
+
 The units that stay fit together into `BUFFERS` times the largest one. These are the last two of equal units, or fewer
 if values are gathered into buffers. A server on the same host takes its part without the network.
 """
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from axon_ps.compress.compressor import Compressor
-from axon_ps.sharding.layout import Unit
+from axon_ps.sharding.layout import WORD_BYTES, Unit
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType
 
@@ -32,30 +34,42 @@ class ModuleBytes:
     """The bytes of the parameters of a module that is gathered at once.
 
     Attributes:
-        gathered: from servers.
+        gathered: from servers, whenever the module is gathered: without frozen units that stay.
         gathered_trainable: those of them that the optimizer updates.
         sent: gradients, to servers.
         flat: parameters in the dtype that they compute in.
-        buffers: buffers beside `flat` for the values that arrive.
+        beside: memory of the parameters that `gathered` counts, with buffers for the values that arrive.
     """
 
     gathered: int
     gathered_trainable: int
     sent: int
     flat: int
-    buffers: int
+    beside: int
 
     @classmethod
-    def of(cls, units: Sequence[Unit], precision: WirePrecision, *, flat: int, buffers: int) -> ModuleBytes:
-        """Count the bytes of a module with these units."""
-        trainable = [unit.numel for unit in units if unit.trainable]
+    def of(cls, units: Sequence[tuple[Unit, int, int]], precision: WirePrecision, *, retains: bool) -> ModuleBytes:
+        """Count the bytes of a module.
+
+        Args:
+            units: its units, each with its bytes in the dtype that it computes in, and those of a buffer for it.
+            precision: the form on the wire.
+            retains: True if frozen units stay from one step to the next.
+        """
+        moved = [(unit, flat + buffer) for unit, flat, buffer in units if unit.trainable or not retains]
+        trainable = [unit for unit, *_ in units if unit.trainable]
         return cls(
-            gathered=sum(gathered_bytes(precision, unit.numel) for unit in units),
-            gathered_trainable=sum(gathered_bytes(precision, numel) for numel in trainable),
-            sent=sum(sent_bytes(precision, numel) for numel in trainable),
-            flat=flat,
-            buffers=buffers,
+            gathered=sum(unit_bytes(precision, unit) for unit, _ in moved),
+            gathered_trainable=sum(unit_bytes(precision, unit) for unit in trainable),
+            sent=sum(sent_bytes(precision, unit.numel) for unit in trainable),
+            flat=sum(flat for _, flat, _ in units),
+            beside=sum(size_bytes for _, size_bytes in moved),
         )
+
+
+def unit_bytes(precision: WirePrecision, unit: Unit) -> int:
+    """Return the bytes of a unit on its way from servers."""
+    return unit.numel * WORD_BYTES if unit.raw else gathered_bytes(precision, unit.numel)
 
 
 def gathered_bytes(precision: WirePrecision, numel: int) -> int:
@@ -90,7 +104,7 @@ def node_traffic(
     """
     root, *inner = modules
     budget = BUFFERS * max((module.flat for module in inner), default=0)
-    staying = inner[len(inner) - fitting((m.flat + m.buffers for m in reversed(inner)), budget) :]
+    staying = inner[len(inner) - fitting((m.beside for m in reversed(inner)), budget) :]
     gathered, trainable, sent = (
         sum(getattr(module, name) for module in modules) for name in ("gathered", "gathered_trainable", "sent")
     )

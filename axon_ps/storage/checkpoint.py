@@ -31,7 +31,7 @@ from axon_ps.observe.work import LongWork
 from axon_ps.storage.files import FileStore, OpenFile, Sink
 from axon_ps.storage.writer_thread import WriterThread
 from axon_ps.texts import check_values_of_json, value_of_json
-from axon_ps.types import NUMBERS, Array, DType
+from axon_ps.types import ELEMENTS, Array, DType
 from axon_ps.wire.codec import MAX_DIMENSIONS, MAX_LAYOUT_NUMEL, MAX_NAME_CHARS
 
 BLOCK_BYTES = 4 << 20
@@ -43,7 +43,9 @@ _MAX_HEADER_BYTES = 100_000_000
 _MAX_WHY = 300
 """Most characters of a message that come from a file."""
 
-_DTYPE_NAMES: dict[DType, str] = {dtype: dtype.value.upper() for dtype in NUMBERS}
+_DTYPE_NAMES: dict[DType, str] = {
+    dtype: dtype.value.upper() for dtype in ELEMENTS if dtype not in (DType.F4_X2, DType.C32, DType.C128)
+}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
@@ -323,6 +325,8 @@ def described(error: Exception) -> str:
 def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     if len({t.name for t in tensors}) != len(tensors):
         raise InvalidRequest("two tensors of a file share a name")
+    if unnamed := next((t for t in tensors if t.dtype not in _DTYPE_NAMES), None):
+        raise InvalidRequest(f"tensor {unnamed.name!r} is of {unnamed.dtype.torch_name}, which safetensors has not")
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for t in tensors:

@@ -33,6 +33,8 @@ from safetensors import SafetensorError, deserialize
 from axon_ps.errors import CheckpointCorrupt, InvalidRequest
 from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.observe.work import LongWork
+from axon_ps.sharding import raw
+from axon_ps.sharding.layout import Parameter
 from axon_ps.sharding.moves import Move
 from axon_ps.sharding.plan import Slice
 from axon_ps.storage.checkpoint import FileEntry, SafetensorsReader, open_checked, sized
@@ -125,6 +127,9 @@ class OpenSlices:
         Raises:
             CheckpointError: it could not be read.
         """
+        if move.converts is not None:
+            self._convert(move, *move.converts, out, begin)
+            return
         for s, part in parts_of(self.manifest, move):
             near = part.source_step - part.numel <= _GAP_NUMEL
             together = max(1, (BLOCK_NUMEL - part.numel) // part.source_step + 1) if part.rows > 1 and near else 1
@@ -138,6 +143,20 @@ class OpenSlices:
                 if self.read_into(s, source, values, name):
                     runs = _runs(values, part.source_step, rows, part.numel)
                     _runs(out[at:], part.step, rows, part.numel)[:] = runs
+
+    def _convert(self, move: Move, source: Parameter, target: Parameter, out: Array, begin: int) -> None:
+        """Copy elements of a parameter that is raw here or there, run by run."""
+        for row, first in itertools.product(range(move.rows), range(0, move.numel, BLOCK_NUMEL)):
+            at = move.source_begin + row * move.source_step + first
+            last = at + min(BLOCK_NUMEL, move.numel - first)
+            words, end = raw.words_with(source, at, last)
+            values = np.empty(end - words, np.float32)
+            run = Move(
+                source_unit=move.source_unit, source_begin=source.offset + words, unit=0, begin=0, numel=end - words
+            )
+            self.copy(run, values, 0)
+            found = raw.stored(values, source, words, at, last, target)
+            raw.put(found, target, move.begin + row * move.step + first, out, begin)
 
     def open(self, file: int, slices: Collection[Slice], throttle: Throttle, work: LongWork | None) -> None:
         """Open one of the manifest's files, and check these slices in it.
@@ -167,11 +186,19 @@ def _runs(values: Array, step: int, rows: int, numel: int) -> Array:
     return np.lib.stride_tricks.as_strided(values, (rows, numel), (step * values.itemsize, values.itemsize))
 
 
-def parts_of(manifest: Manifest, move: Move) -> Iterator[tuple[Slice, Move]]:
-    """Yield the slices of a manifest's plan that a move reads from, each with the part that is read from it."""
+def slices_of(manifest: Manifest, move: Move) -> Iterator[Slice]:
+    """Yield the slices of a manifest's plan that a move reads from."""
+    begin, end = move.source_range
     slices = manifest.plan.slices[move.source_unit]
-    first = bisect_right(manifest.plan.ends_of[move.source_unit], move.source_begin)
-    for s in itertools.takewhile(lambda s: s.begin < move.source_end, slices[first:]):
+    first = bisect_right(manifest.plan.ends_of[move.source_unit], begin)
+    for s in itertools.takewhile(lambda s: s.begin < end, slices[first:]):
+        if move.converts is not None or any(True for _ in move.read_from(s.begin, s.end)):
+            yield s
+
+
+def parts_of(manifest: Manifest, move: Move) -> Iterator[tuple[Slice, Move]]:
+    """Yield the slices that a move without conversion reads from, each with the parts that are read from it."""
+    for s in slices_of(manifest, move):
         for part in move.read_from(s.begin, s.end):
             yield s, part
 

@@ -16,13 +16,14 @@ from safetensors import deserialize
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import LongWork
-from axon_ps.sharding.layout import Parameter
+from axon_ps.sharding import raw
+from axon_ps.sharding.layout import WORD_BYTES, Parameter
 from axon_ps.sharding.moves import Places
 from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.contents import BLOCK_NUMEL, OpenSlices, open_slices, read_attached
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.manifest import Manifest, read_manifest
-from axon_ps.types import BUFFERS, NUMBERS, WIRE_DTYPES, Array, DType, parse_dtype
+from axon_ps.types import BUFFERS, ELEMENTS, Array, DType, parse_dtype
 
 _logger = logging.getLogger(__name__)
 
@@ -89,14 +90,17 @@ def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> lis
 
     Args:
         manifest: the model's section.
-        dtype: a wire dtype for parameters and f32 buffers; None = those of the user's model.
+        dtype: a wire dtype for parameters of floating-point numbers, and f32 buffers; None = those of the user's model.
         prefix: only tensors whose names begin with it are exported, and it is left out of their names.
 
     Raises:
         InvalidRequest: no parameter has the prefix.
     """
     found = [
-        Export(parameter=p, tensor=TensorSpec(name=p.name.removeprefix(prefix), dtype=dtype or p.dtype, shape=p.shape))
+        Export(
+            parameter=p,
+            tensor=TensorSpec(name=p.name.removeprefix(prefix), dtype=_written(p, dtype), shape=p.shape),
+        )
         for p in manifest.layout.tensors
         if p.name.startswith(prefix)
     ]
@@ -113,7 +117,7 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
         return
     tensors = deserialize(read_attached(manifest, key))  # type: ignore[no-untyped-call]
     for name, tensor in tensors:
-        retained = next((d for d in NUMBERS if d.value.upper() == tensor["dtype"]), None)
+        retained = next((d for d in ELEMENTS if d.value.upper() == tensor["dtype"]), None)
         if not name.startswith(prefix) or name.removeprefix(prefix) in taken:
             continue
         if retained is None:
@@ -124,7 +128,7 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
         yield Export(
             parameter=None,
             tensor=TensorSpec(name=name.removeprefix(prefix), dtype=written, shape=tuple(tensor["shape"])),
-            values=_converted(values, written) if retained is DType.F32 else values,
+            values=raw.encoded_as(values, written) if retained is DType.F32 else values,
         )
 
 
@@ -152,8 +156,8 @@ def write_exports(
                     assert export.values is not None
                     writer.write(export.tensor.name, export.values)
                     continue
-                for values in _values(source, places, export.parameter):
-                    writer.write(export.tensor.name, _converted(values, export.tensor.dtype))
+                for values in _values(source, places, export.parameter, export.tensor.dtype):
+                    writer.write(export.tensor.name, values)
         sizes[name] = writer.entry(name).bytes
     return sizes
 
@@ -169,20 +173,19 @@ def _target(target: str) -> tuple[FileStore, str]:
     return open_store(directory or ("/" if target.startswith("/") else ".")), name
 
 
-def _values(source: OpenSlices, places: Places, tensor: Parameter) -> Iterator[Array]:
-    """Yield the elements of one whole tensor in order, f32, block by block."""
+def _written(parameter: Parameter, dtype: DType | None) -> DType:
+    """Return the dtype in which a parameter is written. Only numbers are converted."""
+    return parameter.dtype if dtype is None or (parameter.raw and not parameter.dtype.is_float) else dtype
+
+
+def _values(source: OpenSlices, places: Places, tensor: Parameter, dtype: DType) -> Iterator[Array]:
+    """Yield the elements of one whole tensor in order, as they are written, block by block."""
     for begin in range(0, tensor.numel, BLOCK_NUMEL):
-        end = min(begin + BLOCK_NUMEL, tensor.numel)
-        values = np.empty(end - begin, np.float32)
-        for move in places.moves_of(0, tensor, begin, end):
+        values = np.zeros(min(BLOCK_NUMEL, tensor.numel - begin), np.float32)
+        for move in places.moves_of(0, tensor, begin, begin + values.size):
             source.copy(move, values, begin)
-        yield values
-
-
-def _converted(values: Array, dtype: DType) -> Array:
-    """Convert f32 values to another dtype, rounded to nearest."""
-    if dtype in WIRE_DTYPES:
-        from axon_ps.compress import cast
-
-        return cast.encoded(values, dtype)
-    return values.astype(dtype.numpy) if dtype.is_float else np.rint(values).astype(dtype.numpy)
+        if tensor.raw and dtype is tensor.dtype:
+            yield values.view(np.uint8)[: tensor.nbytes - begin * WORD_BYTES]
+        else:
+            elements = raw.elements_in(tensor, begin, begin + values.size)
+            yield raw.encoded_as(raw.numbers_of(values, tensor, begin, *elements), dtype)

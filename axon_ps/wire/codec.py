@@ -21,10 +21,10 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, LocalSteps, Policy, Synchronous
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
+    COLLECTIVE_DTYPES,
     EACH_NODE,
     EACH_WORKER,
     MAX_RANKS,
-    NUMBERS,
     CopyFrom,
     Decision,
     DType,
@@ -67,6 +67,20 @@ _DTYPES: Final = {
     DType.U8: common_pb2.D_TYPE_U8,
     DType.BOOL: common_pb2.D_TYPE_BOOL,
     DType.INT8_BLOCK: common_pb2.D_TYPE_INT8_BLOCK,
+    DType.F8_E4M3: common_pb2.D_TYPE_F8_E4M3,
+    DType.F8_E5M2: common_pb2.D_TYPE_F8_E5M2,
+    DType.F8_E4M3FNUZ: common_pb2.D_TYPE_F8_E4M3FNUZ,
+    DType.F8_E5M2FNUZ: common_pb2.D_TYPE_F8_E5M2FNUZ,
+    DType.F8_E8M0: common_pb2.D_TYPE_F8_E8M0,
+    DType.F4_X2: common_pb2.D_TYPE_F4_X2,
+    DType.I8: common_pb2.D_TYPE_I8,
+    DType.I16: common_pb2.D_TYPE_I16,
+    DType.U16: common_pb2.D_TYPE_U16,
+    DType.U32: common_pb2.D_TYPE_U32,
+    DType.U64: common_pb2.D_TYPE_U64,
+    DType.C32: common_pb2.D_TYPE_C32,
+    DType.C64: common_pb2.D_TYPE_C64,
+    DType.C128: common_pb2.D_TYPE_C128,
 }
 _DTYPES_BACK: Final[dict[int, DType]] = {number: dtype for dtype, number in _DTYPES.items()}
 _ROLES: Final = {Role.WORKER: common_pb2.ROLE_WORKER, Role.SHARD: common_pb2.ROLE_SHARD}
@@ -111,19 +125,22 @@ def dtype_to_proto(dtype: DType) -> common_pb2.DType:
     return _DTYPES[dtype]
 
 
-def dtype_from_proto(number: int, *, blocks: bool = False) -> DType:
+def dtype_from_proto(number: int, *, blocks: bool = False, raw: bool = False) -> DType:
     """Return the dtype of a number from the wire.
 
     Args:
         number: the number.
         blocks: whether a dtype of blocks is allowed, as in collectives.
+        raw: whether all dtypes of raw parameters are allowed.
 
     Raises:
-        InvalidRequest: it is unset or unknown, or a dtype of blocks where that is not allowed.
+        InvalidRequest: it is unset or unknown, or a dtype that is not allowed.
     """
     dtype = _known(_DTYPES_BACK, number, "dtype")
-    if dtype not in NUMBERS and not blocks:
+    if dtype is DType.INT8_BLOCK and not blocks:
         raise InvalidRequest(f"parameters and gradients cannot be {dtype.value}; that is for collectives")
+    if dtype not in COLLECTIVE_DTYPES and not raw:
+        raise InvalidRequest(f"values cannot be sent as {dtype.value}; only raw parameters are of that dtype")
     return dtype
 
 
@@ -181,6 +198,7 @@ def layout_to_proto(layout: Layout) -> common_pb2.Layout:
                         dtype=dtype_to_proto(p.dtype),
                         aliases=p.aliases,
                         whole=None if p.whole is None else WHOLE.to_proto(p.whole),
+                        raw=p.raw,
                     )
                     for p in unit.parameters
                 ],
@@ -479,7 +497,8 @@ def _parameter(message: common_pb2.Parameter) -> Parameter:
         name=name_from_proto(message.name, "a parameter's name"),
         shape=tuple(message.shape),
         offset=message.offset,
-        dtype=dtype_from_proto(message.dtype),
+        dtype=dtype_from_proto(message.dtype, raw=message.raw),
         aliases=tuple(name_from_proto(a, "a parameter's alias") for a in message.aliases),
         whole=WHOLE.from_proto(message.whole) if message.HasField("whole") else None,
+        raw=message.raw,
     )

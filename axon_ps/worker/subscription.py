@@ -50,6 +50,7 @@ class Weights(NamedTuple):
     Attributes:
         version: committed steps.
         parameters: by the name in the user's module, a read-only array in its shape; bf16 as uint16, as numpy has none.
+            A raw parameter (`sharding.layout`) has its own dtype; float8 is uint8.
     """
 
     version: int
@@ -177,13 +178,14 @@ class Subscription:
         if values is None:
             raise Misuse("nothing was pulled yet that could be exported; call latest() first")
         parameters = values.parameters()
-        tensors = [TensorSpec(name=name, dtype=values.dtype, shape=array.shape) for name, array in parameters.items()]
+        dtypes = values.dtypes()
+        tensors = [TensorSpec(name=name, dtype=dtypes[name], shape=array.shape) for name, array in parameters.items()]
         with create_file(open_store(str(directory)), _FILE, tensors, {"format": "pt"}) as writer:
             for name, array in parameters.items():
                 writer.write(name, array)
         for one in also:
             one.save_pretrained(directory)
-        set_config_dtype(open_store(str(directory)), [values.dtype])
+        set_config_dtype(open_store(str(directory)), dtypes.values())
         return Path(directory) / _FILE
 
     def statistics(self) -> dict[str, float]:

@@ -5,8 +5,9 @@ loop, for tickets, gathers, pushes and decisions.
 
 The model is an integer that is known for every version: in version v each replica pushes `1 + rank + v % 5`
 for every element, and SGD with a rate of 1 subtracts their sum. So a chunk or a step that is lost
-or counted twice shows in the values of every later version. When the coordinator has lost its disk there is another
-job: processes of the former job end, and are started anew.
+or counted twice shows in the values of every later version. With rows each worker of a row pushes one of the two units,
+and `rank` is the number of the row. When the coordinator has lost its disk there is another job: processes of the
+former job end, and are started anew.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.storage.state_store.base import Record
-from axon_ps.types import Array, Decision, DType, Membership, OptimizerSpec, Outcome, Role
+from axon_ps.types import EACH_WORKER, Array, Decision, DType, Grouping, Membership, OptimizerSpec, Outcome, Role
 from axon_ps.wire.events import FIRST_VALUES, Arrived, ModelPosition, Position, Vote
 from axon_ps.wire.v1 import state_pb2
 from axon_ps.worker.job_view import JobView
@@ -63,6 +64,9 @@ LAYOUT: Final = Layout(
 )
 SPEC: Final = JobSpec(layout=LAYOUT, options=PlanOptions(chunk_numel=8, min_slice_numel=8))
 OPTIMIZER: Final = OptimizerSpec(name="sgd", groups=({"lr": 1.0},), group_of=(0, 0))
+ROWS: Final = Grouping(rows=((0, 1), (2, 3)))
+"""The replicas of a job whose workers push different units."""
+
 COMPUTE_S: Final = 1.0
 """The most seconds that a worker computes for a step."""
 
@@ -125,16 +129,17 @@ class Truth:
     Args:
         job: id of the coordinator's state; another job has another id.
         saved: returns the values that any job has had at a version.
+        grouping: the workers that make a replica together.
 
     Attributes:
         values: the value of every element, by epoch and version.
     """
 
-    def __init__(self, job: str, saved: Callable[[int], Collection[float]]) -> None:
+    def __init__(self, job: str, saved: Callable[[int], Collection[float]], grouping: Grouping) -> None:
         self.generations: dict[int, tuple[str, ...]] = {}
         self.decisions: dict[int, tuple[Any, ...]] = {}
         self.values: dict[tuple[int, int], float] = {(0, 0): 0.0}
-        self._job, self._saved = job, saved
+        self._job, self._saved, self._grouping = job, saved, grouping
         self._epoch = 0
         self._epochs: dict[int, int] = {}  # by generation
         self._restored: set[int] = set()  # epochs of which the first values are known
@@ -161,7 +166,9 @@ class Truth:
             raise Violation(f"step {d.step} was decided as {self.decisions[d.step]} and as {decided}")
         if d.outcome is Outcome.COMMIT:
             epoch = self._epochs.get(d.generation, 0)
-            ranks = [int(w.split()[0]) for w in self.generations[d.generation]]
+            ranks = {int(w.split()[0]) for w in self.generations[d.generation]}
+            if rows := self._grouping.rows:
+                ranks = {number for number, row in enumerate(rows) if ranks.issuperset(row)}
             value = self.values[epoch, d.version - 1] - sum(gradient(r, d.version - 1) for r in ranks)
             if self.values.setdefault((epoch, d.version), value) != value:
                 raise Violation(f"version {d.version} was committed twice, with other gradients")
@@ -268,15 +275,16 @@ class SimulatedWorker:
     async def _register(self) -> None:
         view = self.steps.view
         while True:
-            reply = await self.client.register(SPEC, timeout_s=TIMEOUT_S)
-            self.steps.registered(SPEC, reply, "")
+            reply = await self.client.register(self._job.spec, timeout_s=TIMEOUT_S)
+            self.steps.registered(self._job.spec, reply, "")
             await self.client.register(optimizer=OPTIMIZER, timeout_s=TIMEOUT_S)
             if reply.initialized:
                 return
             if reply.upload:
-                for unit, u in enumerate(LAYOUT.units):
+                for unit in self._units(self.client.rank):
+                    zeros = np.zeros(LAYOUT.units[unit].numel, np.float32)
                     with contextlib.suppress(GenerationChanged):
-                        await self.steps.parameters._upload(unit, np.zeros(u.numel, np.float32), view.epoch)
+                        await self.steps.parameters._upload(unit, zeros, view.epoch)
 
             def known(reply: Any = reply) -> bool | None:
                 if view._state is not None and view._state.initialized:
@@ -286,22 +294,40 @@ class SimulatedWorker:
             if await self.until(known, "first values"):
                 return
 
+    def _units(self, rank: int) -> Sequence[int]:
+        """Return the units of a worker: all, or with rows that of its place in its row."""
+        row = self._job.spec.grouping.row_of(rank)
+        return range(len(LAYOUT.units)) if not row else [row.index(rank)]
+
+    def _in_replica(self) -> bool | None:
+        """Return True if this worker makes the next step, or all are made, or it is not a member."""
+        me = self.view.member_in(self.steps.view.membership)
+        return True if self.is_finished or me is None or me.replica >= 0 else None
+
     async def _step(self) -> None:
         """Make an attempt at a step."""
         steps, view = self.steps, self.steps.view
         await asyncio.sleep(self._job.loop.rng.uniform(0.0, COMPUTE_S))
+        await self.until(self._in_replica, "to be in a replica")  # as `ticket` does, which would block the loop
+        if self.is_finished:
+            return
         try:
             began = view.latest
             for unit, u in enumerate(LAYOUT.units):
                 await self._gather(unit, np.full(u.numel, np.nan, np.float32))
+            if not self._in_replica():
+                return
             ticket = steps.ticket(began)
         except (MemberLost, StepAborted):  # cut off: until it has joined again there are no steps
             if self.view.failure is not None:
                 raise
             await self.until(lambda: self.view.member_in(view.membership), "to be a member again")
             return
-        grads = [np.full(u.numel, gradient(view.me.rank, began[1]), np.float32) for u in LAYOUT.units]
-        pushes = [asyncio.create_task(self._push(unit, grad, ticket)) for unit, grad in enumerate(grads)]
+        rows = self._job.spec.grouping.rows
+        replica = next((n for n, row in enumerate(rows) if view.me.rank in row), view.me.rank)
+        grads = [np.full(u.numel, gradient(replica, began[1]), np.float32) for u in LAYOUT.units]
+        units = self._units(view.me.rank)
+        pushes = [asyncio.create_task(self._push(unit, grads[unit], ticket)) for unit in units]
         collective = asyncio.create_task(self._collective(view.membership, ticket.step))
         try:
             why = await self._pushed(ticket, pushes, collective)
@@ -311,7 +337,9 @@ class SimulatedWorker:
         generation = 0
         if view.valid(ticket) and view.membership.complete:
             if why is None:
-                self.client.vote(Vote(generation=ticket.generation, step=ticket.step, version=view.version))
+                others = tuple(unit for unit in range(len(LAYOUT.units)) if unit not in units)
+                vote = Vote(generation=ticket.generation, step=ticket.step, version=view.version, untouched=others)
+                self.client.vote(vote)
             over = lambda: view.stepping.decision_on(ticket) or (None if view.valid(ticket) else True)  # noqa: E731
             found = await self.until(over, f"the decision on step {ticket.step}")
             generation = found.next_generation if isinstance(found, Decision) else 0
@@ -398,8 +426,10 @@ class Job:
         collectives: whether workers perform collectives.
         directory: directory for checkpoints; empty = none are written.
         min_workers: the fewest workers to continue with; None = all.
+        grouping: the workers that make a replica together.
 
     Attributes:
+        spec: layout of the model.
         disk: the coordinator's disk.
         names: names of the present processes, by role ("worker-0").
         tasks: their tasks, by role.
@@ -417,7 +447,9 @@ class Job:
         collectives: bool,
         directory: str = "",
         min_workers: int | None = None,
+        grouping: Grouping = EACH_WORKER,
     ) -> None:
+        self.spec = dataclasses.replace(SPEC, grouping=grouping)
         self.loop, self.network, self.steps, self.collectives = loop, network, steps, collectives
         self.coordinator = f"coordinator{SUFFIX}:{PORT}"
         self.names: dict[str, str] = {}
@@ -463,7 +495,7 @@ class Job:
     def truth(self, job: str) -> Truth:
         """Return the truth of the job whose state has this id."""
         if job not in self._truths:
-            self._truths[job] = Truth(job, self._values)
+            self._truths[job] = Truth(job, self._values, self.spec.grouping)
         return self._truths[job]
 
     def _values(self, version: int) -> set[float]:

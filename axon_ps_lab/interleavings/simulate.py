@@ -29,7 +29,7 @@ from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps_lab.faults.bit_flips import flip_in
 from axon_ps_lab.interleavings.collectives import small
-from axon_ps_lab.interleavings.job import Job, Violation
+from axon_ps_lab.interleavings.job import ROWS, Job, Violation
 from axon_ps_lab.interleavings.network import DELAY_S, Network
 from axon_ps_lab.interleavings.virtual_loop import LoopExecutor, VirtualCondition, VirtualLoop, process
 
@@ -232,18 +232,19 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
         yield
 
 
-def simulate(seed: int, only: Collection[int] | None = None) -> list[str]:
+def simulate(seed: int, only: Collection[int] | None = None, *, rows: bool = False) -> list[str]:
     """Simulate a job; returns its trace.
 
     Args:
         seed: seed of all delays and faults.
         only: the numbers of the faults that happen; None = all.
+        rows: the job has two replicas of two workers each, which push different units.
 
     Raises:
         AssertionError: something does not hold. Any error has the trace and the number of faults as attributes.
     """
     with _own_garbage():
-        return _simulate(seed, only)
+        return _simulate(seed, only, rows=rows)
 
 
 _frozen_before = functools.cache(gc.get_freeze_count)
@@ -266,14 +267,14 @@ def _own_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _simulate(seed: int, only: Collection[int] | None) -> list[str]:
+def _simulate(seed: int, only: Collection[int] | None, *, rows: bool) -> list[str]:
     rng = random.Random(seed)
     loop = VirtualLoop(random.Random(rng.random()))
     network = Network(loop)
     asyncio.set_event_loop(loop)
     try:
         with virtual(loop, network, rng):
-            loop.run_until_complete(_simulated(loop, network, rng, only))
+            loop.run_until_complete(_simulated(loop, network, rng, only, rows=rows))
             network.note("over")
     except Exception as error:
         error.trace, error.faults = network.trace, network.faults  # type: ignore[attr-defined]
@@ -289,7 +290,7 @@ def _simulate(seed: int, only: Collection[int] | None) -> list[str]:
     return network.trace
 
 
-def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
+def shortest(seed: int, error: Exception, *, rows: bool = False) -> tuple[int, Exception]:
     """Return the number of faults with which a seed still fails, and its error with those alone.
 
     Faults are left out, half of them, then a quarter, ..., as long as it still fails (Zeller & Hildebrandt 2002,
@@ -301,7 +302,7 @@ def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
         for begin in range(0, len(needed), size):
             fewer = needed[:begin] + needed[begin + size :]
             try:
-                simulate(seed, only=fewer)
+                simulate(seed, only=fewer, rows=rows)
             except Exception as found:
                 needed, error = fewer, found
                 break
@@ -322,11 +323,21 @@ def _virtual_date(loop: VirtualLoop) -> Any:
     return SimpleNamespace(datetime=Now, UTC=datetime.UTC)
 
 
-async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, only: Collection[int] | None) -> None:
+async def _simulated(
+    loop: VirtualLoop, network: Network, rng: random.Random, only: Collection[int] | None, *, rows: bool
+) -> None:
     steps, faults_s = rng.choice(LENGTHS)
     workers, shards, collectives = rng.choice((1, 2, 3)), rng.choice((2, 3)), rng.random() < 0.4
     queue_bytes = rng.choice(QUEUES)
-    with tempfile.TemporaryDirectory() if rng.random() < CHECKPOINTS else contextlib.nullcontext("") as directory:
+    more: dict[str, Any] = {}
+    if rows:
+        workers, collectives = 4, False
+        more = {"grouping": ROWS, "min_workers": rng.choice((None, 1, 2))}
+    with (
+        tempfile.TemporaryDirectory()
+        if rng.random() < CHECKPOINTS and not rows
+        else contextlib.nullcontext("") as directory
+    ):
         loop.threads = bool(directory)
         job = Job(
             loop,
@@ -337,6 +348,7 @@ async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, on
             queue_bytes=queue_bytes,
             collectives=collectives,
             directory=directory,
+            **more,
         )
         await _run(loop, network, job, Faults(job, network, rng, faults_s, only))
 

@@ -87,6 +87,7 @@ MEASURED = [
     (two("FULL_SHARD", precision="fp16"), False),
     (two("SHARD_GRAD_OP", precision="bf16"), False),
     (two("HYBRID_SHARD", precision="bf16 wire"), False),
+    (two("FULL_SHARD"), True),
     (two("SHARD_GRAD_OP"), True),
     (two("FULL_SHARD", "PARAMS"), True),
     (two("HYBRID_SHARD"), True),
@@ -216,10 +217,9 @@ def test_a_step_moves_the_bytes_of_the_formulas(results: dict[str, list[list[Any
     for (case, adapter), workers in zip(MEASURED, results["measure"], strict=True):
         params = BLOCKS * BLOCK + ROOT
         trainable = BLOCKS * ADAPTER if adapter else params
-        first = params + (BLOCKS * ADAPTER if adapter else 0)
         gathered = trainable  # once for the whole node under HYBRID_SHARD
-        if case.strategy == "FULL_SHARD" and case.offload not in ("PARAMS", "FULL"):
-            gathered = 2 * first - ROOT - 2 * BLOCK  # the root stays, and the last two blocks
+        if case.strategy == "FULL_SHARD" and case.offload not in ("PARAMS", "FULL") and not adapter:
+            gathered = 2 * params - ROOT - 2 * BLOCK  # the root stays, and the last two blocks; or all adapters
         if case.strategy == "NO_SHARD":
             gathered = 0
         pushed = 0 if case.strategy == "NO_SHARD" else trainable

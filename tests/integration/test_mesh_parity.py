@@ -9,6 +9,7 @@ import pytest
 from axon_ps.testing import LocalCluster
 from deadlines import WHOLE_S
 from mesh_training import Trained, train
+from mesh_variants import variants
 
 STEPS = 50
 FEWER = 12
@@ -45,3 +46,13 @@ def test_a_replica_goes_on_without_one_that_lost_a_worker(pp: int, tp: int, kill
         assert replicas == sorted(replicas, reverse=True)
         assert len(replicas) >= FEWER - 1
         assert each.differs < 1e-5
+
+
+def test_forms_of_parameters_and_values(tmp_path: Path) -> None:
+    with LocalCluster(shards=1, world_size=2) as cluster:
+        first, second = (r.value for r in cluster.run_workers(variants, args=(tmp_path / "store",), timeout_s=WHOLE_S))
+    assert first == second
+    differ = {name: value for name, value in first.items() if value is not True}
+    assert differ.pop("bfloat16") < 2e-2
+    assert differ == pytest.approx(dict.fromkeys(differ, 0.0), abs=1e-5)
+    assert len(first) == 12

@@ -45,7 +45,7 @@ from axon_ps.shard.server.calls import fence
 from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
-from axon_ps.types import Array, DType, Outcome
+from axon_ps.types import Array, DType, Grouping, Outcome
 from axon_ps.wire.events import UPLOADED, JobState, RestoreOrder, SnapshotOrder
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
@@ -842,6 +842,21 @@ def test_bad_gradient_chunks(changes: dict[str, Any], error: type[Exception], wo
                 await stream.read()
             await j.push(0, 0, GRADS[0][0])
             assert j.statistics("duplicates") == (0 if changes else 1)
+
+    run(scenario())
+
+
+def test_a_push_of_a_worker_in_no_replica() -> None:
+    async def scenario() -> None:
+        async with job(dataclasses.replace(SPEC, grouping=Grouping(rows=((0, 1), (2, 3)))), workers=3) as j:
+            await j.upload(FIRST)
+            with pytest.raises(InvalidRequest, match=r"worker 2 is in no replica.* ranks \(0, 1\), \(2, 3\), and one"):
+                await j.push(2, 0, GRADS[0][0], replica=0)
+            await j.push(0, 0, GRADS[0][0], replica=0)
+            await j.push(1, 1, GRADS[0][1], replica=0)
+            j.commit()
+            for unit in range(2):
+                assert (await j.gather(2, unit))[1].tobytes() == (FIRST[unit] - GRADS[0][unit]).tobytes()
 
     run(scenario())
 

@@ -14,11 +14,11 @@ import pytest
 
 from axon_ps.collectives.backends.shm.rendezvous import joined_key, offer_key
 from axon_ps.testing.workers import WorkerProcess
-from axon_ps.types import DType, ReduceOp
+from axon_ps.types import COLLECTIVE_DTYPES, ReduceOp
 from shm_worker import DirectoryStore, play
 
 NUMELS = [0, 1, 5, 1000, 40_000]
-ALL = {"dtypes": [d.value for d in DType], "ops": [op.value for op in ReduceOp]}
+ALL = {"dtypes": [d.value for d in COLLECTIVE_DTYPES], "ops": [op.value for op in ReduceOp]}
 
 
 def start(path: Path, n: int, scenario: str, ranks: Sequence[int] = (), **options: Any) -> list[WorkerProcess]:

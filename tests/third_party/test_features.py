@@ -26,15 +26,12 @@ pytestmark = pytest.mark.timeout(1500)  # four starts of processes that import a
 TOLERANCE: Final = 1e-5
 BF16: Final = 2e-2
 
-NO_SYNC: Final = r"Misuse: .*no_sync\(\)"
 VALUES: Final = r"Misuse: .*on parameter 'backbone\.0\.weight'.*summon_full_params\(\)"
 CLIPPED: Final = r"Misuse: .*clamp_ cannot be done to the gradient of .*clip_grad_norm_"
 FROZEN: Final = r"Misuse: parameter 'backbone\.0\.weight' was frozen when the model was wrapped"
 
 REFUSED: Final = {
     "accelerate": {
-        "accumulate, two backwards": NO_SYNC,
-        "two losses": NO_SYNC,
         "clip value": CLIPPED,
         "EMA of the module": VALUES,
         "EMA of the prepared": VALUES,
@@ -43,13 +40,10 @@ REFUSED: Final = {
     },
     "lightning": {
         "clip value": CLIPPED,
-        "manual, two backwards": NO_SYNC,
         "two optimizers": r"InvalidRequest: configure_optimizers\(\) returned 2 optimizers",
         "unfreeze": FROZEN,
     },
     "trainer": {
-        "accumulate, sync_each_batch": NO_SYNC,
-        "two backwards": NO_SYNC,
         "adafactor": r"InvalidRequest: Adafactor has no form on shard servers",
         "EMA": VALUES,
         "unfreeze": FROZEN,

@@ -75,6 +75,11 @@ def test_a_grouping_that_cannot_be_is_refused(given: dict[str, object], error: s
         Grouping(**given)  # type: ignore[arg-type]
 
 
+def test_equal_rows_are_one_object() -> None:
+    first, second = (Grouping(rows=tuple((r, r + 9) for r in range(9))) for _ in range(2))
+    assert first.rows is second.rows
+
+
 def test_a_grouping_in_words() -> None:
     assert str(EACH_WORKER) == "each worker"
     assert str(Grouping(by_node=True)) == "the workers of each node"

@@ -1,6 +1,7 @@
 """Admission: the processes that may join, and the number of ranks. The roster chooses the rank. Pure.
 
-While the job assembles, workers have ranks below its world size. Later any number may join. A standby only takes a free
+While the job assembles, workers have ranks below its world size. Later any number may join, except if replicas are rows
+of ranks. A standby only takes a free
 rank below the world size, so it has none until the job has lost a worker. Shard servers have ranks below `num_shards`
 until a model is registered. Later more may join. The process that holds the parameters of a rank has a right to it.
 
@@ -52,18 +53,20 @@ def admit(
     """Admit a process that is not a member."""
     displaced: Displaced = ()
     if role is Role.WORKER:
-        rank = _rank_of_worker(config, assembly, request, now)
+        rank = _rank_of_worker(config, assembly, models, request, now)
     else:
         rank, displaced = _rank_of_shard(config, assembly, models, request, now)
     member = Member(role=role, rank=rank, incarnation=request.incarnation, node=request.node, address=request.address)
     return Admission(member, displaced)
 
 
-def _rank_of_worker(config: CoordinatorConfig, assembly: Assembly, request: JoinRequest, now: float) -> int:
+def _rank_of_worker(
+    config: CoordinatorConfig, assembly: Assembly, models: Models, request: JoinRequest, now: float
+) -> int:
     _check_world_size(assembly, request)
     if request.standby and not assembly.was_complete:
         raise Busy("the job still assembles; a standby replaces a worker that it loses later")
-    more = assembly.was_complete and not request.standby
+    more = assembly.was_complete and not request.standby and not models.grouping.rows
     ranks = MAX_MEMBERS if more else assembly.world_size or request.world_size
     return assembly.roster.choose_rank(Role.WORKER, request, ranks, now, config.lease_s)
 

@@ -382,7 +382,8 @@ class Assembly:
         """
         grouping = self._models.grouping
         incomplete = grouping.incomplete(ranks)
-        if len(incomplete) < len(grouping.rows) or len(ranks) + self._vacant >= self.world_size:
+        missing = sum(rank not in ranks for row in incomplete for rank in row)
+        if len(incomplete) < len(grouping.rows) or missing <= self._vacant:
             return []
         done = {m.rank for m in self._finished} - set(ranks)
         return sorted(incomplete, key=lambda row: (any(r in done for r in row), sum(r not in ranks for r in row)))

@@ -278,7 +278,7 @@ class Members:
     def _step_ends(self, model: Model) -> int:
         """Prepare the decision on a model's step; return the generation that is to begin with the next step, or 0."""
         for entry in self._assembly.roster.of_role(Role.WORKER):
-            entry.participated = entry.participated or entry.member.rank in model.attempts.taking_part
+            entry.participated = entry.participated or entry.member.rank in model.attempts.participants
         self._handover.step_ends(self._now)
         self.placements.plan(self._now, ending=model)
         self._find_empty(self._now)

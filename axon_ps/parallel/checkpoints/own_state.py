@@ -35,9 +35,9 @@ from axon_ps.storage.contents import TREE, open_state
 from axon_ps.storage.files import open_store
 from axon_ps.storage.manifest import MAX_STATE_BYTES, STATE_PREFIX
 from axon_ps.texts import check_values_of_json, value_of_json
-from axon_ps.types import Array, DType
+from axon_ps.types import NUMBERS, Array, DType
 
-_DTYPES: Final = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+_DTYPES: Final = {TORCH_DTYPES[dtype]: dtype for dtype in NUMBERS}
 _MOST_DEEP: Final = 64
 _ENTRY_BYTES: Final = 512
 _KINDS: Final = "biufc"

@@ -96,7 +96,9 @@ def line_of(mesh: Any) -> tuple[int, ...]:
     """Return the ranks in torch's `DeviceMesh` of the workers that are replicas; () = the mesh has no other axes."""
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     ranks = getattr(mesh, "mesh", None)
-    if root is None or ranks is None or root.mesh.numel() == ranks.numel():
+    if root is None or ranks is None or root.ndim == mesh.ndim:
+        return ()
+    if ranks.ndim > 1 and ranks.numel() == root.mesh.numel():  # the other axes have one worker
         return ()
     return tuple(map(int, ranks.flatten().tolist()))
 

@@ -42,9 +42,8 @@ from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.fsdp.steps import Pending, Position
-from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.parallel.precision import TORCH_DTYPES, view_of
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.layout import Parameter
 from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
@@ -240,11 +239,11 @@ class Fragment:
                     progress = progress.sub_(before) if mixing is None else progress.sub_(new).mul_(mixing)
                     new = new + progress
                 for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
-                    param.copy_(_of(new, spec))
+                    param.copy_(view_of(new, spec))
                     if param.dtype != torch.float32:
-                        _of(values[index], spec).copy_(param)
+                        view_of(values[index], spec).copy_(param)
                         if progress is not None:
-                            _of(values[index], spec).sub_(_of(progress, spec))
+                            view_of(values[index], spec).sub_(view_of(progress, spec))
         self.anchor, self.synced = values, at
         self.begun = None
         if begun is None:
@@ -255,7 +254,7 @@ class Fragment:
         with torch.no_grad():
             for wrapped, anchor in zip(self.units, self.anchor, strict=True):
                 for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
-                    param.copy_(_of(anchor, spec))
+                    param.copy_(view_of(anchor, spec))
 
     def params(self) -> Iterator[nn.Parameter]:
         """Return its parameters."""
@@ -271,10 +270,5 @@ class Fragment:
         local = torch.empty(wrapped.unit.numel, dtype=torch.float32, device="cpu")
         with torch.no_grad():
             for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
-                _of(local, spec).copy_(param)
+                view_of(local, spec).copy_(param)
         return local
-
-
-def _of(values: torch.Tensor, spec: Parameter) -> torch.Tensor:
-    """Return the values of a parameter in those of its unit."""
-    return values[spec.offset : spec.end].view(spec.shape)

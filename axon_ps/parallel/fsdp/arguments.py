@@ -44,22 +44,23 @@ class Arguments:
     ignored_parameters: tuple[nn.Parameter, ...]
     intra_node_size: int | None
     prefetch: bool
+    retain_frozen: bool
     param_init_fn: Callable[[nn.Module], None] | None
     plan_options: PlanOptions | None
     device: torch.device | None
     policy: Policy
     name: str | None
-    line: tuple[int, ...]
+    line: tuple[int, ...] = ()
 
 
-def checked(**given: Any) -> Arguments:
-    """Return the arguments by name, in their canonical form.
+def checked(*, line: tuple[int, ...] = (), **given: Any) -> Arguments:
+    """Return the arguments by name, in their canonical form. `line` is that of a mesh; see `mesh.union`.
 
     Raises:
         InvalidRequest: an argument may not have this value, and the message has the accepted ones; or
             `unit_types` and `auto_wrap_policy` were both given.
     """
-    arguments = Arguments(**{name: understood(name, value) for name, value in given.items()})
+    arguments = Arguments(**{name: understood(name, value) for name, value in given.items()}, line=line)
     if arguments.unit_types and arguments.auto_wrap_policy is not None:
         raise InvalidRequest("both unit_types and auto_wrap_policy were given; pass one of them")
     return arguments
@@ -211,6 +212,7 @@ _TABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ignored_parameters": (_parameters, "parameters of the module"),
     "intra_node_size": (partial(_or_none, partial(_an, int)), "how many workers a node has, or None"),
     "prefetch": (partial(_an, bool), "True or False"),
+    "retain_frozen": (partial(_an, bool), "True or False"),
     "param_init_fn": (partial(_or_none, _function), "a function of a submodule, or None"),
     "plan_options": (partial(_or_none, partial(_an, PlanOptions)), "PlanOptions(...) or None"),
     "device": (_device, "a torch.device, its name, or None for where the module is"),
@@ -219,6 +221,5 @@ _TABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
         "Synchronous(), BoundedStaleness(max_staleness=...), Asynchronous() or None",
     ),
     "name": (partial(_or_none, partial(_an, str)), "a string, or None"),
-    "line": (partial(_an, tuple), "the ranks on the axis dp of a mesh"),
 }
 """By argument, the function that converts it, and the accepted values in messages."""

@@ -43,7 +43,7 @@ from axon_ps.parallel.fsdp.strategy import (
     grouping_of,
 )
 from axon_ps.parallel.fsdp.wrap import Wrapping
-from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.parallel.precision import TORCH_DTYPES, view_of
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.partitions import even_options
@@ -121,6 +121,7 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
             prefetch=given.prefetch,
             lines=lines,
             groups=None if lines is None else OptimizerGroups(lines, layout),
+            retain_frozen=given.retain_frozen,
         )
         traffic.log_choice(wrapping, wrapped_units, world.membership, why)
         yield wrapping, wrapped_units
@@ -168,8 +169,8 @@ def made(wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, ini
         )
         materialize.leave_meta(wrapped_units)
         for wrapped in wrapped_units:
-            for param in wrapped.params:
-                recast(param, wrapping.compute_of(wrapped.unit))
+            for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
+                recast(param, wrapping.compute_of(spec))
         runtime = server_runtime(wrapping, module, wrapped_units, client, wrapper)
     runtime.buffers = buffers
     if served is not None:
@@ -198,7 +199,7 @@ def broadcast_values(
     ]
     replicas.broadcast(group, values)
     others = any(
-        not param.is_meta and not torch.equal(value[p.offset : p.end].view(p.shape).to(param), param)
+        not param.is_meta and not _are_same(view_of(value, p).to(param), param)
         for value, w in zip(values, wrapped_units, strict=True)
         for p, param in zip(w.unit.parameters, w.params, strict=True)
     )
@@ -231,24 +232,30 @@ def server_runtime(
     in_node = None if node is None else node.device
 
     def is_buffered(unit: Unit) -> bool:
-        return TORCH_DTYPES[wrapping.wire] != wrapping.compute_of(unit) or (wrapping.on_device and in_node is None)
+        return not wrapping.gathers_directly(unit) or (wrapping.on_device and in_node is None)
+
+    def size_bytes(unit: Unit) -> int:
+        return unit.numel * wrapping.wire_of(unit).itemsize
 
     beside = [w for w in wrapped_units if resident and w.unit.trainable and is_buffered(w.unit)]
-    numel = BUFFERS * max(w.unit.numel for w in wrapped_units) + sum(w.unit.numel for w in beside)
-    pool = BufferPool(numel * wrapping.wire.itemsize, wrapping.meter, pinned=wrapping.on_device, device=in_node)
+    limit_bytes = BUFFERS * max(size_bytes(w.unit) for w in wrapped_units) + sum(size_bytes(w.unit) for w in beside)
+    pool = BufferPool(limit_bytes, wrapping.meter, pinned=wrapping.on_device, device=in_node)
+
+    def stays(unit: Unit) -> bool:
+        return wrapping.retains(unit) and not (has_host_copies or is_buffered(unit))
 
     def source_of(unit: Unit) -> ParameterSource:
         buffered = is_buffered(unit)
         if node is not None:
             return NodeSource(node, pool, buffered=buffered, on_device=in_node is not None)
-        if has_host_copies:
-            copy = host_empty(unit.numel, TORCH_DTYPES[wrapping.wire], pinned=wrapping.on_device)
+        if has_host_copies or (buffered and wrapping.retains(unit)):
+            copy = host_empty(unit.numel, TORCH_DTYPES[wrapping.wire_of(unit)], pinned=wrapping.on_device)
             wrapping.meter.add(copy.nbytes)
             return HostCopySource(client, copy)
         remote = RemoteSource(client, pool, buffered=buffered)
         return remote if buffered else MappedSource(client, remote)
 
-    flats = [FlatUnit(w, source_of(w.unit), wrapping, resident=resident) for w in wrapped_units]
+    flats = [FlatUnit(w, source_of(w.unit), wrapping, resident=resident or stays(w.unit)) for w in wrapped_units]
     units = _module_units(module, wrapped_units, flats)
     if node is not None:
         return NodeRuntime(node, wrapping, client, units, pool)
@@ -261,7 +268,7 @@ def _node_steps(wrapping: Wrapping, client: StepClient) -> NodeSteps:
         client,
         WorldNodeGroups(world, wrapping.node_size, wrapping.spec.grouping),
         wrapping.spec,
-        wrapping.wire,
+        [wrapping.wire_of(unit) for unit in wrapping.spec.layout.units],
         world.num_shards,
         device=wrapping.device if wrapping.on_device else None,
         retain_on_device=not wrapping.offload.offloads_params,
@@ -284,6 +291,13 @@ def _module_units(module: nn.Module, wrapped_units: WrappedUnits, flats: Sequenc
     for unit in units.values():
         unit.expected = sum(len(flat.params) for flat in unit.trained)
     return list(units.values())
+
+
+def _are_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Return True if two tensors of the same dtype have the same values; those that torch cannot compare, bits."""
+    if ours.is_floating_point() and ours.dtype.itemsize > 1:
+        return torch.equal(ours, theirs)
+    return torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
 
 
 def _device_of(wrapped_units: tuple[wrap.WrappedUnit, ...]) -> torch.device:

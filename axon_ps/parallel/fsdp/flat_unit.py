@@ -45,7 +45,8 @@ Otherwise it is gathered into a buffer that `unshard` copies (and casts) from. U
 in device memory, otherwise in host memory. A direct gather overwrites `flat`, also if the unit is resident: after an
 aborted step it is gathered once more. `sources` has the ways in which values come.
 
-Shapes: flat: param_dtype[unit_numel]; buffer: wire[unit_numel].
+Shapes: flat: param_dtype[unit_numel]; buffer: wire[unit_numel]. A unit of raw parameters has words, f32, in both. If
+some of its parameters are cast, `flat` is divided as `Wrapping.computed` says, and the buffer as the layout.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import nn
@@ -66,6 +68,7 @@ from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import become, set_own_data, states_of
 from axon_ps.parallel.fsdp.tensors.unit_gradients import UnitGradients
 from axon_ps.parallel.fsdp.wrap import Slot, Tree, WrappedUnit, Wrapping
+from axon_ps.parallel.precision import TORCH_DTYPES, views_of
 from axon_ps.parallel.wrapper import Uncopied
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket
@@ -103,20 +106,19 @@ _TRANSITIONS = {
 }
 
 
+_NAN: Final = 0xFF
+"""Bytes of this value are NaN in every floating-point dtype."""
+
+
 def _holders(storage: torch.UntypedStorage) -> int:
     """Return the number of tensors and other objects that have this memory."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 class Outliving:
-    """The memory of one unit that was left to others. See Note: [Views that outlive their unit].
+    """The memory of one unit that was left to others. See Note: [Views that outlive their unit]."""
 
-    Args:
-        dtype: the dtype of its values.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self) -> None:
         self._left: list[tuple[Position | None, StorageWeakRef]] = []
 
     def leave(self, storage: torch.UntypedStorage, at: Position | None) -> None:
@@ -127,7 +129,7 @@ class Outliving:
         """Fill memory that was left to others with NaN, if its values are not of this (epoch, version)."""
         for storage in [self._alive(ref) for left, ref in self._left if left != at]:
             if storage is not None:
-                torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage).fill_(float("nan"))
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_NAN)
         self._left = [(left, ref) for left, ref in self._left if left == at and self._alive(ref) is not None]
 
     @staticmethod
@@ -142,7 +144,7 @@ class FlatUnit:
         wrapped: its number and layout and its parameters, whose `data` is set from now on.
         source: the source of its values.
         wrapping: the options with which the model is wrapped.
-        resident: retain the values between uses (SHARD_GRAD_OP).
+        resident: retain the values between uses (SHARD_GRAD_OP, and frozen units).
 
     Attributes:
         state: see Note: [States of a unit].
@@ -157,6 +159,7 @@ class FlatUnit:
         wire_bytes: memory of the unit in that dtype.
         values_at: (epoch, version) of the values in `flat`; None = it has none.
         runtime: returns the runtime, which gathers it when backward reads what was saved of it; None = not yet set.
+        retained: True if the values stay in some memory although the strategy reshards the unit.
     """
 
     sharded = True
@@ -178,10 +181,12 @@ class FlatUnit:
         self.names = wrapped.names or tuple((p.name, *p.aliases) for p in unit.parameters)
         self.pushes = wrapped.pushes
         self.source = source
-        dtype, device = wrapping.compute_of(unit), wrapping.device
-        self.wire = wrapping.wire
+        self._computed = wrapping.computed(unit)
+        dtype, device = wrapping.flat_of(unit), wrapping.device
+        self.wire = wrapping.wire_of(unit)
         self.wire_bytes = unit.numel * self.wire.itemsize
         self.resident = resident
+        self.retained = wrapping.retains(unit)
         self._meter = wrapping.meter
         self._counters = wrapping.counters
         self.state = UnitState.SHARDED
@@ -190,12 +195,16 @@ class FlatUnit:
         self._pending: PendingGather | None = None  # while a gather is under way
         self._classes = [states_of(type(p)) for p in self.params] if self.sharded else []
         self._readable: bool | None = None
-        self._nan = torch.empty((), dtype=dtype, device=device)
-        self._sharded_data = [self._nan.expand(p.shape) for p in unit.parameters]
+        self._nan = torch.empty(4, dtype=torch.float32, device=device)  # as large as an element of any dtype
+        self._dtype = dtype
+        dtypes = [TORCH_DTYPES[p.dtype] if unit.raw else dtype for p in self._computed.parameters]
+        self._sharded_data = [
+            self._nan.view(d)[:1].view(()).expand(p.shape) for d, p in zip(dtypes, unit.parameters, strict=True)
+        ]
         self._mapped: Mapped | None = None  # the memory of `flat`; None = memory of our own
         self._allocated = False
-        self._outliving = Outliving(dtype)
-        self._set_flat(torch.empty(unit.numel, dtype=dtype, device=device))
+        self._outliving = Outliving()
+        self._set_flat(torch.empty(self._computed.numel, dtype=dtype, device=device))
         self.nbytes = self.flat.nbytes
         self._free_flat()  # the parameters' own values are dropped
         stage_device = torch.device("cpu") if wrapping.offload.stages_grads else wrapping.device
@@ -380,16 +389,19 @@ class FlatUnit:
     def fill(self, values: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy (and cast) values into `flat`."""
         self.allocate()
+        whole = self._computed is self.unit
+        pairs = [(self.flat, values)] if whole else zip(self._views, views_of(values, self.unit), strict=True)
         with torch.no_grad():
-            self.flat.copy_(values, non_blocking=non_blocking)
+            for target, given in pairs:
+                target.copy_(given, non_blocking=non_blocking)
 
     def use_memory(self, mapped: Mapped | None) -> None:
         """Set `flat` to memory that was mapped. None = memory of our own, which is not allocated yet."""
         self._mapped = mapped
         if mapped is not None:
-            self._set_flat(torch.from_numpy(mapped.values).view(self._nan.dtype))
+            self._set_flat(torch.from_numpy(mapped.values).view(self._dtype))
         else:
-            self._set_flat(torch.empty(self.unit.numel, dtype=self._nan.dtype, device="cpu"))
+            self._set_flat(torch.empty(self.unit.numel, dtype=self._dtype, device="cpu"))
             self._storage.resize_(0)
 
     def expire_views(self) -> None:
@@ -413,11 +425,11 @@ class FlatUnit:
         self._storage = flat.untyped_storage()
         if self.sharded or self.swapped:
             saved_tensors.belongs(self._storage, self)
-        self._views = [flat[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
+        self._views = views_of(flat, self._computed)
         self._holders = _holders(self._storage)
 
     def _free_flat(self, at: Position | None = None) -> None:
-        self._nan.fill_(float("nan"))  # the program may have written to it
+        self._nan.view(torch.uint8).fill_(_NAN)  # the program may have written to it
         self._set_data(self._sharded_data)
         self._set_readable(False)
         if self._mapped is not None:

@@ -21,6 +21,7 @@ from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.checkpoints import groups, own_state
 from axon_ps.parallel.ddp import torch_arguments
 from axon_ps.parallel.fsdp import arguments, build, hooks, stats
+from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
 from axon_ps.parallel.fsdp.forwards import check_idle
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
@@ -70,6 +71,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has. On a host with a
             multiple of G workers, each G of them by rank are a node.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
+        retain_frozen: FULL_SHARD: frozen units stay in this worker's memory, and are gathered once. A step then moves
+            none of them. False = they are gathered for each use, as others are. See docs/lora.md for the memory.
         param_init_fn: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
         plan_options: the sizes in which units are cut; None = chunks of about 2^18 elements (2^19 if all values are
             sent compressed), of a length that cuts the largest units evenly.
@@ -109,6 +112,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         ignored_parameters: Iterable[nn.Parameter] = (),
         intra_node_size: int | None = None,
         prefetch: bool = True,
+        retain_frozen: bool = True,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         plan_options: PlanOptions | None = None,
         device: torch.device | str | None = None,
@@ -128,12 +132,12 @@ class FullyShardedDataParallel(ModuleWrapper):
             "ignored_parameters": ignored_parameters,
             "intra_node_size": intra_node_size,
             "prefetch": prefetch,
+            "retain_frozen": retain_frozen,
             "param_init_fn": param_init_fn,
             "plan_options": plan_options,
             "device": device,
             "policy": policy,
             "name": name,
-            "line": (),
         }
         own |= torch_arguments.as_ours("FSDP", torch_arguments.FSDP, of_torch, own)
         group = own.pop("group")
@@ -270,6 +274,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         """
         self._runtime.reset()
         self._runtime.release()
+        if self._wrapping.lines is not None:
+            self._wrapping.lines.forget()
         if self._served_buffers is not None:
             self._served_buffers.release()
 
@@ -610,13 +616,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         trainable, state_bytes = max(1, layout.trainable_numel), runtime.optimizer_bytes
         return stats.estimate(
             layout,
-            [
-                UnitBytes(
-                    numel=sum(f.unit.numel for f in u.flats),
-                    trainable_numel=sum(f.unit.numel for f in u.flats if f.trainable),
-                )
-                for u in runtime.units
-            ],
+            [_unit_bytes(unit, compute.itemsize) for unit in runtime.units],
             strategy=self.strategy,
             offload=wrapping.offload,
             compute_bytes=compute.itemsize,
@@ -628,6 +628,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             copied=any(flat.swapped for flat in runtime.flats),
             buffered=any(f.source.buffered for f in runtime.flats),
             world_size=self.process_group.world_size,
+            retained_bytes=sum(f.nbytes if f.resident else f.wire_bytes for f in runtime.flats if f.retained),
         )
 
     def memory_stats(self) -> MemoryStats:
@@ -642,6 +643,17 @@ class FullyShardedDataParallel(ModuleWrapper):
     def runtime(self) -> Runtime:
         """The model's runtime, for optimizers."""
         return self._runtime
+
+
+def _unit_bytes(unit: ModuleUnit, compute_bytes: int) -> UnitBytes:
+    """Return the elements of a module unit; raw parameters count as so many as take their bytes."""
+    found = {flat: flat.nbytes // compute_bytes if flat.unit.raw else flat.unit.numel for flat in unit.flats}
+    retained = sum(numel for flat, numel in found.items() if flat.retained and flat.resident)
+    return UnitBytes(
+        numel=sum(found.values()) - retained,
+        trainable_numel=sum(numel for flat, numel in found.items() if flat.trainable),
+        retained_numel=retained,
+    )
 
 
 def _end_of_loading(model: nn.Module, keys: _IncompatibleKeys) -> None:

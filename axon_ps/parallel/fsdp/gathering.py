@@ -7,7 +7,8 @@ Note: [Memory]
     while its memory and the memory in use stay within a budget. The budget is twice the largest unit and, if round
     trips are long, the bytes that fill the connections to the servers for a round trip (`shard.client.line`). Backward
     first needs the units that forward used last. They are not resharded in between if they fit, and so are not gathered
-    twice.
+    twice. Frozen units that are retained in other memory (`wrap`, Note: [Frozen parameters stay]) and all others are
+    counted apart for that. So an adapter is gathered once in a step, although the weights that it adapts do not fit.
 """
 
 from __future__ import annotations
@@ -151,8 +152,11 @@ class UnitGathering:
             self.reshard(unit)
             if unit.is_root:
                 self._orders[False].finish()
-        elif not unit.is_root and not self._needed_soon(unit, self._orders[True].upcoming()):
-            self.reshard(unit)
+        elif not unit.is_root:
+            upcoming = list(self._orders[True].upcoming())
+            for retained in sorted({flat.retained for flat in unit.flats}):
+                if not self._needed_soon(unit, upcoming, retained=retained):
+                    self.reshard(unit, retained=retained)
         self.prefetch()
 
     def finish(self, unit: ModuleUnit) -> None:
@@ -173,10 +177,10 @@ class UnitGathering:
         self._finished.clear()
         self._orders[True].restart()
 
-    def reshard(self, unit: ModuleUnit) -> None:
-        """Reshard a unit, unless a graph of a gradient reads it."""
-        if not unit.held:
-            for flat in unit.flats:
+    def reshard(self, unit: ModuleUnit, *, retained: bool | None = None) -> None:
+        """Reshard a unit, or only its retained or other flat units, unless a graph of a gradient reads it."""
+        for flat in () if unit.held else unit.flats:
+            if retained in (None, flat.retained):
                 flat.reshard()
 
     # ------------------------------------------------------------------ before use
@@ -203,16 +207,23 @@ class UnitGathering:
 
     def is_first(self, unit: ModuleUnit, flat: FlatUnit) -> bool:
         """Return True if the next forward needs a unit first, and memory for it is within the budget now."""
-        if not (self._eager and self._needed_soon(unit, self._orders[True].first())):
+        if not (self._eager and self._needed_soon(unit, self._orders[True].first(), retained=flat.retained)):
             return False
         return unit.is_root or self._reshardable_bytes() + flat.nbytes <= self._budget_bytes
 
-    def _needed_soon(self, unit: ModuleUnit, upcoming: Iterable[int]) -> bool:
-        """Return True if the unit is among the upcoming ones that fit into the budget. See Note: [Memory]."""
+    def _needed_soon(self, unit: ModuleUnit, upcoming: Iterable[int], *, retained: bool) -> bool:
+        """Return True if the unit is among the upcoming ones that fit into the budget. See Note: [Memory].
+
+        Args:
+            unit: the unit.
+            upcoming: the numbers of the next ones.
+            retained: True to count only frozen units that are retained, False to count only the others.
+        """
         free_bytes = self._budget_bytes
         for number in dict.fromkeys(upcoming):
             other = self._units[number]
-            free_bytes -= 0 if other.is_root else sum(f.unsharded_bytes for f in other.flats)
+            counted = () if other.is_root else [f for f in other.flats if f.retained is retained]
+            free_bytes -= sum(f.unsharded_bytes for f in counted)
             if free_bytes < 0:
                 return False
             if other is unit:

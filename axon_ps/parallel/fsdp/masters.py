@@ -22,7 +22,10 @@ class Masters(ABC):
 
     @abstractmethod
     def units(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
-        """Yield the values of these units, f32[unit_numel]; see `FullyShardedDataParallel.full_parameters`."""
+        """Yield the values of these units, f32[unit_numel]; see `FullyShardedDataParallel.full_parameters`.
+
+        Those of raw parameters are words; see `parallel.precision.view_of`.
+        """
 
     @abstractmethod
     def replace(self, values: Iterator[torch.Tensor]) -> None:

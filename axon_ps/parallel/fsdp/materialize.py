@@ -19,6 +19,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.checkpoints.buffers import ServedBuffers, listed
 from axon_ps.parallel.fsdp.mesh.boxes import box_of
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, module_of, name_in_states
+from axon_ps.parallel.precision import view_of
 from axon_ps.sharding.job import JobSpec
 from axon_ps.texts import value_of_json
 from axon_ps.types import Array
@@ -98,7 +99,7 @@ def digest(wrapped_units: Sequence[WrappedUnit]) -> str:
         for spec, param in zip(wrapped.unit.parameters, map(box_of, wrapped.params), strict=True):
             if param.is_meta:
                 return ""
-            bits = param.detach().contiguous().view(_BITS[param.element_size()]) if param.numel() else param.detach()
+            bits = param.detach().reshape(-1).view(_BITS.get(param.element_size(), torch.int64))
             total.update(f"{spec.name} {int(bits.sum(dtype=torch.int64))}\n".encode())
     return total.hexdigest()
 
@@ -122,7 +123,7 @@ def upload(
     steps: StepClient,
     init: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Send every unit's values as f32, one unit after the other.
+    """Send every unit's values as f32 (words, of raw parameters), one unit after the other.
 
     Args:
         module: the user's module.
@@ -140,11 +141,11 @@ def upload(
 
 def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None) -> torch.Tensor:
     """Return the first values of a unit, f32[unit_numel] on the host; arguments and errors as of `upload`."""
-    values = torch.empty(wrapped.unit.numel, dtype=torch.float32, device="cpu")
+    values = torch.zeros(wrapped.unit.numel, dtype=torch.float32, device="cpu")  # some words may be unused
     made = _meta_values(module, wrapped, init)
     with torch.no_grad():
         for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
-            values[spec.offset : spec.end].view(spec.shape).copy_(box_of(made.get(spec.name, param)))
+            view_of(values, spec).copy_(box_of(made.get(spec.name, param)))
     return values
 
 
@@ -224,7 +225,12 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torc
 
 
 def leave_meta(wrapped_units: Sequence[WrappedUnit]) -> None:
-    """Make empty ones of parameters on the meta device, whose data cannot be set; each stays the object that it is."""
+    """Make empty ones of parameters on the meta device, whose data cannot be set.
+
+    Each stays the object that it is, of its class and with its attributes.
+    """
     for param in (param for wrapped in wrapped_units for param in wrapped.params if param.is_meta):
         empty = nn.Parameter(torch.empty(0, dtype=param.dtype, device="cpu"), param.requires_grad)
+        empty.__class__, attributes = type(param), dict(vars(param))
         torch.utils.swap_tensors(param, empty)  # type: ignore[no-untyped-call]
+        vars(param).update(attributes)

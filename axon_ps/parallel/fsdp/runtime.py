@@ -280,8 +280,9 @@ class Runtime(AbstractRuntime):
             return
         if not unit.has_frozen:
             self.gathering.finish(unit)
-        if self.accumulation.pushes and unit.uses <= 1:
-            for flat in unit.trained:
+        sent = [flat for flat in unit.trained if self.accumulation.pushes(flat.index)]
+        if sent and unit.uses <= 1:
+            for flat in sent:
                 self._push(flat)
             unit.fired.clear()
         elif self.accumulation.stages and unit.uses <= 1:
@@ -306,7 +307,7 @@ class Runtime(AbstractRuntime):
         self.gathering.forget_backward()
         for unit in reversed(self.units):
             for flat in unit.trained if unit.fired else ():
-                if self.accumulation.pushes:
+                if self.accumulation.pushes(flat.index):
                     self._push(flat)
                 elif self.accumulation.stages:
                     self.accumulation.stage(flat)

@@ -11,6 +11,10 @@ HYBRID_SHARD    w·P/G + c·(r + 2u)                       g·2u          on the
 NO_SHARD        m·P, + c·(r + u) if computed in copies   m·T           s·T
 + PARAMS, FULL  w·P on the host + c·(r + u)              g·2u          on the servers
 
+Raw parameters count as so many as take their bytes in compute. FULL_SHARD adds the bytes of frozen units that stay
+(`wrap`, Note: [Frozen parameters stay]). Those that are not cast are not in r, and the others of as many units stay as
+fit into 2u.
+
 Values come into buffers where they are cast, decompressed, or copied to a GPU. A unit with frozen parameters is
 resharded one unit later in backward. This adds c·u to the rows with c·(r + u). Under SHARD_GRAD_OP with buffers it adds
 2·w·f, where f is the largest number of frozen parameters of a unit.
@@ -92,10 +96,12 @@ class UnitBytes:
     Attributes:
         numel: parameters.
         trainable_numel: parameters that the optimizer updates.
+        retained_numel: FULL_SHARD: frozen parameters that stay and are not cast; they are not in `numel`.
     """
 
     numel: int
     trainable_numel: int
+    retained_numel: int = 0
 
     @property
     def frozen_numel(self) -> int:
@@ -160,6 +166,7 @@ def estimate(
     copied: bool,
     buffered: bool,
     world_size: int,
+    retained_bytes: int = 0,
 ) -> FSDPMemoryStats:
     """Compute one row of the table in the module's docstring.
 
@@ -177,11 +184,13 @@ def estimate(
         copied: NO_SHARD: True if the module computes with copies of the masters.
         buffered: True if values are gathered into buffers.
         world_size: workers.
+        retained_bytes: FULL_SHARD: frozen units that stay in memory.
     """
     total, trainable = layout.numel, layout.trainable_numel
     inner = units[1:]
     one = max((u.numel for u in inner), default=0)
-    prefetched = compute_bytes * (units[0].numel + min(2 * one, sum(u.numel for u in inner)))
+    budget = 2 * max((u.numel + u.retained_numel for u in inner), default=0)
+    prefetched = compute_bytes * (units[0].numel + min(budget, sum(u.numel for u in inner)))
     frozen = max((u.frozen_numel for u in inner), default=0)
     copies = prefetched if frozen else compute_bytes * (units[0].numel + one)
     pushed = grad_bytes * min(2 * max(u.trainable_numel for u in units), trainable)
@@ -199,7 +208,7 @@ def estimate(
     elif strategy is ShardingStrategy.SHARD_GRAD_OP:
         params = compute_bytes * total + (wire_bytes * (trainable + 2 * frozen) if buffered else 0)
     else:
-        params = prefetched
+        params = prefetched + retained_bytes
     return FSDPMemoryStats(
         total_params=total,
         param_memory_bytes=params,

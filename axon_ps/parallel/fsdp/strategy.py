@@ -147,11 +147,11 @@ def checked_node_size(size: int | None, strategy: ShardingStrategy, members: Seq
             "(a node is a host, or named by AXON_PS_NODE)"
         )
     if size not in workers.values():
-        parts = Counter((member.node, member.rank // size) for member in members)
-        if wrong_part := next((node for (node, _), n in parts.items() if n != size), None):
-            ranks = [member.rank for member in members if member.node == wrong_part]
+        groups = Counter((member.node, member.rank // size) for member in members)
+        if divided := next((node for (node, _), n in groups.items() if n != size), None):
+            ranks = [member.rank for member in members if member.node == divided]
             raise InvalidRequest(
-                f"intra_node_size is {size}, and node {wrong_part!r} has ranks {ranks}; {size} workers of a host are a "
+                f"intra_node_size is {size}, and node {divided!r} has ranks {ranks}; {size} workers of a host are a "
                 f"node if their ranks follow each other, from a multiple of {size} on"
             )
     return size

@@ -22,7 +22,7 @@ from axon_ps.parallel.fsdp.mesh.boxes import box_in, is_divided, like
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
-from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.parallel.precision import TORCH_DTYPES, view_of
 from axon_ps.parallel.wrapper import Uncopied
 
 T = TypeVar("T")
@@ -105,11 +105,11 @@ class WrappedValues:
             values: dict[str, torch.Tensor] = {}
             for unit, flat in zip(found.units, itertools.islice(units, len(found.units)), strict=True):
                 for p in self._layout.units[unit].parameters:
-                    value = flat[p.offset : p.end].view(p.shape)
+                    value = view_of(flat, p)
                     if p.whole is None:
                         values[p.name] = value
                     else:
-                        values.setdefault(p.whole.name, flat.new_empty(p.whole.shape))[p.box] = value
+                        values.setdefault(p.whole.name, value.new_empty(p.whole.shape))[p.box] = value
             yield from ((tensor.name, values[tensor.name]) for tensor in found.tensors)
 
     def _boxes(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter, torch.Tensor]]:
@@ -117,7 +117,7 @@ class WrappedValues:
         flats = self._runtime.flats
         for flat, values in zip(flats, self._runtime.masters.units([flat.index for flat in flats]), strict=True):
             for names, spec, param in zip(flat.names, flat.unit.parameters, flat.params, strict=True):
-                yield names, param, values[spec.offset : spec.end].view(spec.shape)
+                yield names, param, view_of(values, spec)
 
     @property
     def sharded(self) -> set[nn.Parameter]:
@@ -250,23 +250,23 @@ class WrappedValues:
             flat = flat if isinstance(flat, torch.Tensor) else torch.as_tensor(flat, dtype=torch.float32, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequest(
-                f"update_shards() was given {reprlib.repr(flat)}; it needs one tensor of {layout.numel} numbers, all "
+                f"update_shards() was given {reprlib.repr(flat)}; it needs one tensor of {layout.count} numbers, all "
                 f"parameters one after the other: {error}"
             ) from error
-        if flat.shape != (layout.numel,):
-            raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.numel}], one per parameter")
-        _check_value("flat", flat, torch.empty(layout.numel, dtype=torch.float32, device="meta"))
-        values = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
+        if flat.shape != (layout.count,):
+            raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.count}], one per parameter")
+        _check_value("flat", flat, torch.empty(layout.count, dtype=torch.float32, device="meta"))
+        values = torch.split(flat.detach(), [p.count for _, p in layout.parameters()])
         return {p.name: value for (_, p), value in zip(layout.parameters(), values, strict=True)}
 
     def _new_values(self, value_of: _ValueOf, old: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield f32[unit_numel] of every unit of this worker."""
+        """Yield f32[unit_numel] of every unit of this worker; words, of raw parameters."""
         for flat in self._runtime.flats:
-            values = torch.empty(flat.unit.numel, dtype=torch.float32, device="cpu")
+            values = torch.zeros(flat.unit.numel, dtype=torch.float32, device="cpu")  # some words may be unused
             for names, spec, param in zip(flat.names, flat.unit.parameters, flat.params, strict=True):
                 value = value_of(names)
                 new = old[names[0]] if value is None else box_in(value.detach(), param)
-                values[spec.offset : spec.end].view(spec.shape).copy_(new)
+                view_of(values, spec).copy_(new)
             yield values
 
 

@@ -3,7 +3,21 @@
 The unit of a parameter is the innermost module around it that is a unit. A parameter in none belongs to the root. A
 parameter that is reachable from two units (tied weights) belongs to the root, which is unsharded during all of forward
 and backward. Frozen and trainable parameters of a module become two units of the layout, so that gradients and moments
-exist only for the second.
+exist only for the second. Frozen ones that are not in float32 become a third: they are *raw*.
+
+Note: [Frozen parameters travel as their bits]
+    A raw parameter has the dtype in which it was built: on the servers, on the wire, in checkpoints and exports
+    (`sharding.layout`, Note: [Raw parameters]). It may have any dtype: quantised weights (uint8, int8, float8),
+    bfloat16, float64, indices, masks. `param_dtype` casts bfloat16, float16 and float64 on the worker, and no other
+    one: quantised values mean nothing without their scales. A frozen float32 parameter is not raw, so that it is sent
+    as the trainable ones are. Only float32, bfloat16 and float16 parameters can be trainable.
+
+Note: [Frozen parameters stay]
+    No step changes a frozen unit, so it is gathered once in an epoch and then stays in the worker's memory, under
+    FULL_SHARD too (`Wrapping.retains`). If gathered values are those that parameters compute with, the unit stays
+    unsharded. If they are cast or copied to a GPU, a copy in host memory stays, in the wire dtype. A unit that is
+    mapped in the memory of a server of this host takes no memory of the worker. With `retain_frozen=False` frozen units
+    come and go as others do.
 
 Parameters have the names that state dicts have, without torch's wrappers for activation checkpointing. A model that
 cannot be sharded is refused here, before any other process is told of it. The error names the parameter and a remedy.
@@ -11,6 +25,7 @@ cannot be sharded is refused here, before any other process is told of it. The e
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -28,15 +43,15 @@ from axon_ps.parallel.fsdp.mesh.groups import OptimizerGroups
 from axon_ps.parallel.fsdp.mesh.lines import MeshLines
 from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
-from axon_ps.parallel.precision import TORCH_DTYPES, MixedPrecision
+from axon_ps.parallel.precision import DTYPES, TORCH_DTYPES, MixedPrecision
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.layout import Layout, Parameter, Unit
+from axon_ps.sharding.layout import Layout, Parameter, Unit, build_unit
 from axon_ps.types import WIRE_DTYPES, DType, parse_dtype
 
 ROOT = "(root)"
 
 SHARDED_DTYPES = tuple(TORCH_DTYPES[dtype] for dtype in WIRE_DTYPES)
-"""The dtypes of parameters that can be stored on the servers and sent."""
+"""The dtypes of trainable parameters that can be stored on the servers and sent."""
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 """The module inside a wrapper of torch's activation checkpointing. It is in no name of a state dict."""
@@ -78,11 +93,12 @@ class Wrapping:
         spec: the spec that the model is registered with.
         name: the job's name for it.
         device: the device on which parameters compute.
-        built: the dtype that holds the values of all parameters as they were built.
+        built: the dtype that holds the values of all parameters as they were built, except of raw ones.
         node_size: workers of a node.
         prefetch: True if units are gathered before they are needed.
         lines: those of the mesh; None = each worker has all of the model.
         groups: the optimizer's groups in all lines; None likewise.
+        retain_frozen: True if frozen units stay in the memory of this worker; see Note: [Frozen parameters stay].
         meter: counts the bytes of parameters.
         counters: those of `statistics()`.
     """
@@ -99,18 +115,44 @@ class Wrapping:
     prefetch: bool
     lines: MeshLines | None = None
     groups: OptimizerGroups | None = None
+    retain_frozen: bool = True
     meter: Meter = field(default_factory=Meter)
     counters: Counters = field(default_factory=Counters)
 
-    def compute_of(self, unit: Unit) -> torch.dtype:
-        """Return the dtype in which the parameters of a unit compute."""
-        return self.precision.compute(TORCH_DTYPES[unit.parameters[0].dtype])
+    def computed(self, unit: Unit) -> Unit:
+        """Return a unit as its parameters compute: itself, or a raw one in which some have another dtype."""
+        dtypes = [DTYPES[self.compute_of(p)] for p in unit.parameters]
+        if not unit.raw or dtypes == [p.dtype for p in unit.parameters]:
+            return unit
+        named = [(p.name, p.shape, dtype) for p, dtype in zip(unit.parameters, dtypes, strict=True)]
+        return build_unit(unit.name, named, trainable=False, raw=True)
+
+    def compute_of(self, parameter: Parameter) -> torch.dtype:
+        """Return the dtype in which a parameter computes. Only floating-point ones are cast."""
+        built = TORCH_DTYPES[parameter.dtype]
+        return self.precision.compute(built) if parameter.dtype.is_float else built
+
+    def flat_of(self, unit: Unit) -> torch.dtype:
+        """Return the dtype of the memory in which the parameters of a unit compute: f32 for words of raw ones."""
+        return torch.float32 if unit.raw else self.compute_of(unit.parameters[0])
+
+    def gathers_directly(self, unit: Unit) -> bool:
+        """Return True if gathered values are those that parameters compute with: nothing casts them."""
+        return self.computed(unit) is unit and TORCH_DTYPES[self.wire_of(unit)] == self.flat_of(unit)
 
     @property
     def wire(self) -> DType:
         """The dtype of gathered values: the job's wire dtype; for compressed values, that of the computation."""
         wire, compute = self.spec.precision, self.precision.compute(self.built)
         return wire.param if wire.param_compression is None else parse_dtype(compute, "param_dtype")
+
+    def wire_of(self, unit: Unit) -> DType:
+        """Return the dtype of a unit's gathered values: `wire`, or that of words of raw parameters."""
+        return DType.F32 if unit.raw else self.wire
+
+    def retains(self, unit: Unit) -> bool:
+        """Return True if a unit stays although the strategy reshards it; see Note: [Frozen parameters stay]."""
+        return self.retain_frozen and not unit.trainable and self.strategy is ShardingStrategy.FULL_SHARD
 
     @property
     def replicated(self) -> bool:
@@ -277,8 +319,8 @@ def partition(
     """Divide a module into units, the root first, the others in module order. `ignored` parameters are in none.
 
     Raises:
-        InvalidRequest: there is no parameter, or one of a dtype or kind that cannot be sharded; or a unit has
-            parameters of several dtypes.
+        InvalidRequest: there is no parameter, or one of a dtype or kind that cannot be sharded; or a unit of parameters
+            that are not raw has several dtypes.
     """
     owners = ["", *_unit_names(module, is_unit)]
     paths: dict[nn.Parameter, list[str]] = {}
@@ -290,21 +332,21 @@ def partition(
     names = {param: [name_in_states(path) for path in found] for param, found in paths.items()}
     for param, (first, *_) in names.items():
         _check_parameter(param, first)
-    members: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    members: dict[tuple[str, _Kind], list[nn.Parameter]] = {}
     for param, aliases in paths.items():
         found = {_owner(path, owners) for path in aliases}
         owner = found.pop() if len(found) == 1 else ""
-        members.setdefault((owner, param.requires_grad), []).append(param)
+        members.setdefault((owner, _kind(param)), []).append(param)
     wrapped_units: list[WrappedUnit] = []
     for owner in owners:
-        for trainable in (True, False):
-            params = members.get((owner, trainable))
+        for kind in _Kind:
+            params = members.get((owner, kind))
             if params:
-                name = (name_in_states(owner) or ROOT) + ("" if trainable else " (frozen)")
+                name = (name_in_states(owner) or ROOT) + kind.value
                 wrapped_units.append(
                     WrappedUnit(
                         owner=owner,
-                        unit=_unit(name, params, names, trainable),
+                        unit=_unit(name, params, names, kind),
                         params=tuple(params),
                         names=tuple(tuple(names[param]) for param in params),
                         number=len(wrapped_units),
@@ -350,8 +392,9 @@ def layout_of(wrapped_units: tuple[WrappedUnit, ...]) -> Layout:
 
 
 def widest_dtype(wrapped_units: tuple[WrappedUnit, ...]) -> torch.dtype:
-    """Return the dtype that holds the values of all parameters as they were built."""
-    return reduce(torch.promote_types, (TORCH_DTYPES[wrapped.unit.parameters[0].dtype] for wrapped in wrapped_units))
+    """Return the dtype that holds the values of all parameters as they were built, except of raw ones."""
+    numbers = [w.unit.parameters[0].dtype for w in wrapped_units if not w.unit.raw]
+    return reduce(torch.promote_types, (TORCH_DTYPES[dtype] for dtype in numbers or [DType.F32]))
 
 
 def _unit_names(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[str]:
@@ -395,14 +438,18 @@ def _check_parameter(param: nn.Parameter, name: str) -> None:
         raise InvalidRequest(f"parameter {name!r} has layout {param.layout}; only dense parameters can be sharded")
     if not box_of(param).numel():
         raise InvalidRequest(
-            f"parameter {name!r} has shape {list(box_of(param).shape)} here, so no elements; there is nothing of it to train: leave "
-            f"it out, make it a buffer (register_buffer), or {beside}"
+            f"parameter {name!r} has shape {list(box_of(param).shape)}, so no elements; there is nothing of it to "
+            f"train: leave it out, make it a buffer (register_buffer), or {beside}"
         )
-    if param.dtype not in SHARDED_DTYPES:
-        possible = ", ".join(map(str, SHARDED_DTYPES))
-        do = "build it in one of these" if param.requires_grad else "make it a buffer (register_buffer)"
+    if _kind(param) is _Kind.RAW and param.dtype not in DTYPES:
         raise InvalidRequest(
-            f"parameter {name!r} has dtype {param.dtype}; it can be one of {possible}: {do}, or {beside}"
+            f"parameter {name!r} has dtype {param.dtype}, which cannot be sharded: view it as torch.uint8, or {beside}"
+        )
+    if param.requires_grad and param.dtype not in SHARDED_DTYPES:
+        possible = ", ".join(map(str, SHARDED_DTYPES))
+        raise InvalidRequest(
+            f"parameter {name!r} has dtype {param.dtype}; a trainable one can be one of {possible}: build it in one of "
+            f"these, freeze it (requires_grad_(False)) before wrapping, or {beside}"
         )
 
 
@@ -431,8 +478,22 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[str, int, int] | None:
     return str(tensor.device), begin, begin + (last + 1) * tensor.element_size()
 
 
-def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[str]], trainable: bool) -> Unit:
-    packed = []
+class _Kind(enum.Enum):
+    """The kinds of parameters of a module, each of which is a unit of its own; the value follows the module's name."""
+
+    TRAINABLE = ""
+    FROZEN = " (frozen)"
+    RAW = " (raw)"
+
+
+def _kind(param: nn.Parameter) -> _Kind:
+    if param.requires_grad:
+        return _Kind.TRAINABLE
+    return _Kind.FROZEN if param.dtype is torch.float32 else _Kind.RAW
+
+
+def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[str]], kind: _Kind) -> Unit:
+    packed: list[Parameter] = []
     offset = 0
     for param in params:
         first, *aliases = names[param]
@@ -441,16 +502,17 @@ def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[
                 name=first,
                 shape=tuple(box_of(param).shape),
                 offset=offset,
-                dtype=parse_dtype(param.dtype, f"the dtype of parameter {first!r}"),
+                dtype=DTYPES[param.dtype],
                 aliases=tuple(aliases),
+                raw=kind is _Kind.RAW,
             )
         )
         offset = packed[-1].end
     by_dtype = {p.dtype: p.name for p in reversed(packed)}
-    if len(by_dtype) > 1:
+    if len(by_dtype) > 1 and kind is not _Kind.RAW:
         listed = ", ".join(f"{TORCH_DTYPES[d]} ({by_dtype[d]!r})" for d in sorted(by_dtype, key=lambda d: d.value))
         raise InvalidRequest(
             f"unit {name!r} has parameters of several dtypes: {listed}; make them one dtype, or make units of the "
             "modules that have another one (unit_types)"
         )
-    return Unit(name=name, parameters=tuple(packed), trainable=trainable)
+    return Unit(name=name, parameters=tuple(packed), trainable=kind is _Kind.TRAINABLE)

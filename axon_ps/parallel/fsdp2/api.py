@@ -30,6 +30,7 @@ def fully_shard(
     offload_policy: Any = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: None = None,
+    retain_frozen: bool = True,
 ) -> _ModuleT:
     """Put the parameters of a module on the shard servers, in place: torch's `fully_shard`, by signature and manners.
 
@@ -51,6 +52,7 @@ def fully_shard(
         offload_policy: torch's `CPUOffloadPolicy` (CPUOffload.FULL) or `OffloadPolicy`; or our `CPUOffload`.
         ignored_params: parameters that stay each worker's own.
         dp_mesh_dims: None.
+        retain_frozen: as of `FullyShardedDataParallel`; False in one call holds for all of the model.
 
     Returns:
         The module.
@@ -73,6 +75,7 @@ def fully_shard(
         precision=MixedPrecision() if mp_policy is None else understood("mixed_precision", mp_policy),
         offload=CPUOffload.NONE if offload_policy is None else understood("cpu_offload", offload_policy),
         ignored=understood("ignored_parameters", () if ignored_params is None else ignored_params),
+        retain_frozen=understood("retain_frozen", retain_frozen),
     )
     given: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     for one in given:

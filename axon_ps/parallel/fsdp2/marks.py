@@ -22,10 +22,11 @@ from torch import nn
 
 from axon_ps.collectives.functional import current_group
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.gathering import ordinary_tensors
 from axon_ps.parallel.fsdp.hooks import run_unit
-from axon_ps.parallel.fsdp.runtime import refuse_transforms
+from axon_ps.parallel.fsdp.runtime import Runtime, refuse_transforms
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
 from axon_ps.parallel.fsdp.wrap import Slot, slots
@@ -45,6 +46,7 @@ class Options:
         precision: dtypes of compute and wire.
         offload: the part of the model in host memory.
         ignored: parameters that stay as they are.
+        retain_frozen: True if frozen units stay in memory.
     """
 
     reshard_after_forward: bool | int | None
@@ -54,6 +56,7 @@ class Options:
     precision: MixedPrecision
     offload: CPUOffload
     ignored: tuple[nn.Parameter, ...]
+    retain_frozen: bool = True
 
 
 class ComposedModel(FullyShardedDataParallel):
@@ -70,6 +73,21 @@ class ComposedModel(FullyShardedDataParallel):
         of_root = {param for flat in self.runtime.units[0].flats for param in flat.params}
         tied = {module for module in marked if not of_root.isdisjoint(module.parameters())}
         self._with_tied = frozenset(tied | {self.module})
+
+    def set_syncing(self) -> None:
+        """Let the gradients of those units be sent whose marks say so."""
+        marks = {child: found for child in self.module.modules() if (found := mark_of(child)) is not None}
+        accumulation = self.runtime.accumulation
+        accumulation.syncing = any(found.syncing for found in marks.values())
+        local = [child for child, found in marks.items() if accumulation.syncing and not found.syncing]
+        flats = (flat for child in local for unit in units_of(self.runtime, child) for flat in unit.flats)
+        accumulation.local = frozenset(flat.index for flat in flats)
+
+    @property
+    def awaits_all_reduce(self) -> bool:
+        """True if there are gradients on a mesh of nodes that are to be summed over the nodes later."""
+        marks = filter(None, map(mark_of, self.module.modules()))
+        return self.runtime.has_gradients and any(not m.reducing and len(m.options.mesh) > 1 for m in marks)
 
     def run_inside(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a module inside; by itself as a forward of the model if it needs the root's parameters."""
@@ -94,7 +112,8 @@ class Mark:
         tied: by parameter, the entries that had it at the call, if there were several.
         ignored: the entries that had the parameters to be ignored.
         around: the marked module around it, if there is one.
-        syncing: True if the model's gradients are to be sent; see `FSDPModule.set_requires_gradient_sync`.
+        syncing: True if the unit's gradients are to be sent; see `FSDPModule.set_requires_gradient_sync`.
+        reducing: True if those of all nodes are to be summed; see `FSDPModule.set_requires_all_reduce`.
         model: the model, if this is its outermost module and it was used.
     """
 
@@ -104,6 +123,7 @@ class Mark:
     ignored: tuple[Slot, ...]
     around: Mark | None = None
     syncing: bool = True
+    reducing: bool = True
     model: ComposedModel | None = None
     _building: threading.RLock = field(default_factory=threading.RLock)
 
@@ -122,7 +142,7 @@ class Mark:
                 refuse_transforms()
                 with ordinary_tensors():
                     self.model = _build(self)
-                self.model.runtime.accumulation.syncing = self.syncing
+                self.model.set_syncing()
             return self.model
 
     def tie(self) -> None:
@@ -184,6 +204,16 @@ def checked_mark(module: Any) -> Mark:
     return found
 
 
+def units_of(runtime: Runtime, module: nn.Module) -> list[ModuleUnit]:
+    """Return the units that have the parameters of a marked module, but not of marked ones inside.
+
+    It is one unit as a rule. Tied parameters are of the root, and the module may have no parameters.
+    """
+    inside = [child for child in module.modules() if child is not module and mark_of(child) is not None]
+    params = set(module.parameters()) - {param for child in inside for param in child.parameters()}
+    return [unit for unit in runtime.units if any(not params.isdisjoint(flat.params) for flat in unit.flats)]
+
+
 def root_with(params: Iterable[torch.Tensor]) -> Mark | None:
     """Return the outermost marked module that has these parameters; None if no marked one has any of them.
 
@@ -241,6 +271,7 @@ def _build(root: Mark) -> ComposedModel:
         mixed_precision=precision,
         auto_wrap_policy=units.__contains__ if units else None,
         ignored_parameters=_ignored(module),
+        retain_frozen=all(options.retain_frozen for options in marked.values()),
         intra_node_size=node_size,
         **({"device_mesh": root.options.axis} if line else {}),
     )

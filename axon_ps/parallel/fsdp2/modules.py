@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
 from axon_ps.parallel.fsdp.forwards import check_idle
 from axon_ps.parallel.fsdp.runtime import Runtime
-from axon_ps.parallel.fsdp2.marks import checked_mark, mark_of
+from axon_ps.parallel.fsdp2.marks import Mark, checked_mark, mark_of, units_of
 from axon_ps.parallel.wrapper import Uncopied
 from axon_ps.worker.world import world_of
 
@@ -116,27 +116,26 @@ class FSDPModule(Uncopied):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Send the gradients of the backwards to come (True), or leave them in `param.grad` to be added to (False).
 
-        Raises:
-            InvalidRequest: it is not called on the model, or without its units: gradients of a step are sent together.
+        Gradients that are sent in several backwards before a step are added up on the servers.
+
+        Args:
+            requires_gradient_sync: whether to send those of this unit.
+            recurse: whether it is for the units inside, too.
         """
         mark = checked_mark(self)
-        if mark.around is not None or not recurse:
-            raise InvalidRequest(
-                "set_requires_gradient_sync was called for one unit; call it on the model, since the gradients of a "
-                "step are sent together"
-            )
-        mark.syncing = requires_gradient_sync
-        if mark.model is not None:
-            mark.model.runtime.accumulation.syncing = requires_gradient_sync
+        for found in self._marks(recurse=recurse):
+            found.syncing = requires_gradient_sync
+        if mark.outermost.model is not None:
+            mark.outermost.model.set_syncing()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Accept True.
+        """Sum the gradients of all nodes after the backwards to come (True), or leave that to a later one (False).
 
-        Raises:
-            InvalidRequest: it is False: sums of a node are sent to the servers as soon as they are there.
+        Here all are summed at once in any case. A step on a mesh of nodes is refused before it is True again, since
+        torch would not apply the gradients.
         """
-        if not requires_all_reduce:
-            self._refuse("set_requires_all_reduce(False)", "call set_requires_gradient_sync(False)")
+        for found in self._marks(recurse=recurse):
+            found.reducing = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing: the units of a step are known from `set_requires_gradient_sync`."""
@@ -221,17 +220,15 @@ class FSDPModule(Uncopied):
         raise InvalidRequest(f"{call} has no meaning for parameters on shard servers; {do}")
 
     def _units(self) -> tuple[Runtime, list[ModuleUnit]]:
-        """Return the model's runtime, and the units that have the parameters of this module, but not of units inside.
+        """Return the model's runtime, and the units of this module. See `units_of`."""
+        runtime, own = checked_mark(self).outermost.built().runtime, cast(nn.Module, self)
+        return runtime, units_of(runtime, own)
 
-        It is one unit as a rule. Tied parameters are of the root, and this module may have no parameters.
-        """
-        runtime = checked_mark(self).outermost.built().runtime
+    def _marks(self, *, recurse: bool) -> list[Mark]:
+        """Return the marks of this module, and of those inside if `recurse`."""
         own: Any = self
-        inside = [child for child in own.modules() if child is not own and mark_of(child) is not None]
-        others = {param for child in inside for param in child.parameters()}
-        params = set(own.parameters()) - others
-        units = [unit for unit in runtime.units if any(not params.isdisjoint(flat.params) for flat in unit.flats)]
-        return runtime, units
+        found = [mark_of(module) for module in own.modules()] if recurse else [checked_mark(self)]
+        return [mark for mark in found if mark is not None]
 
 
 def _check_modules(call: str, modules: Sequence[object]) -> None:

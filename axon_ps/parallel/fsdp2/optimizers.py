@@ -146,11 +146,11 @@ class OnServers:
             Misuse: see there.
         """
         model = self._root.outermost.built()
-        if model.runtime.has_gradients and not model.runtime.accumulation.syncing:
+        if model.runtime.accumulation.has_local or model.awaits_all_reduce:
+            call = "set_requires_gradient_sync" if model.runtime.accumulation.has_local else "set_requires_all_reduce"
             raise Misuse(
-                "optimizer.step() after set_requires_gradient_sync(False) and a backward: torch would not apply its "
-                "gradients before one with True; call set_requires_gradient_sync(True) before the last backward of a "
-                "step, or at least before the step"
+                f"optimizer.step() after {call}(False) and a backward: torch would not apply its gradients before one "
+                f"with True; call {call}(True) before the last backward of a step, or at least before the step"
             )
         own = {param for group in self.param_groups for param in group["params"]}
         for other in _made:
@@ -210,7 +210,8 @@ def _recognise(optimizer: Any) -> None:
     kind: Any = type(optimizer)
     optimizer.__class__ = _joined(kind)
     _made.add(optimizer)
-    if root.outermost.options.line:  # workers of other pipeline stages may use theirs only once they have our output
+    line = root.outermost.options.line
+    if line and len(line) < torch.distributed.get_world_size():  # the first use of a stage needs other stages' output
         root.outermost.built()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Plan
+from axon_ps.sharding.raw import tensor_of
 from axon_ps.types import Array, DType
 from axon_ps.wire.changes import apply_changes
 from axon_ps.wire.codec import dtype_from_proto
@@ -30,8 +31,8 @@ class Values:
         spec: the model's layout.
         epoch: number of restores of the model before it.
         version: version of the model.
-        dtype: of the elements.
-        units: wire[unit_numel] of every unit, read-only; bf16 as uint16.
+        dtype: of the elements, except of raw parameters.
+        units: wire[unit_numel] of every unit, read-only; bf16 as uint16; words of raw parameters as f32.
     """
 
     spec: JobSpec
@@ -41,11 +42,14 @@ class Values:
     units: tuple[Array, ...]
 
     def parameters(self) -> dict[str, Array]:
-        """Return every tensor by its first name, in layout order: a read-only view in its shape, or a copy of boxes."""
+        """Return every tensor by its first name, in layout order: a read-only view in its shape, or a copy of boxes.
+
+        A raw one has its own dtype, bf16 and float8 as unsigned integers.
+        """
         layout = self.spec.layout
         found: dict[str, Array] = {}
         for u, p in layout.parameters():
-            values = self.units[u][p.offset : p.end].reshape(p.shape)
+            values = tensor_of(self.units[u], p)
             if p.whole is None:
                 found[p.name] = values
                 continue
@@ -55,6 +59,10 @@ class Values:
         for array in found.values():
             array.flags.writeable = False
         return {tensor.name: found[tensor.name] for tensor in layout.tensors}
+
+    def dtypes(self) -> dict[str, DType]:
+        """Return the dtype of every tensor by its first name, in layout order."""
+        return {tensor.name: tensor.dtype if tensor.raw else self.dtype for tensor in self.spec.layout.tensors}
 
 
 class ArrivingVersion:
@@ -107,10 +115,10 @@ class ArrivingVersion:
         s = self._plan.numbered[number]
         if number not in expected or begin != self._position.get(number, s.begin) or end > s.end or begin == end:
             raise InvalidRequest(f"a chunk with elements {begin} to {end} of unit {unit} came, which is not its turn")
-        if dtype_from_proto(header.dtype) is not self._dtype or header.version > self.version:
+        if dtype_from_proto(header.dtype) is not self._dtype_of(unit) or header.version > self.version:
             raise InvalidRequest(f"a chunk came as {header.dtype} of version {header.version}, which was not asked for")
         if unit not in self._arrays:
-            self._arrays[unit] = np.empty(self.spec.layout.units[unit].numel, self._dtype.numpy)
+            self._arrays[unit] = np.empty(self.spec.layout.units[unit].numel, self._dtype_of(unit).numpy)
         out = self._arrays[unit][begin:end]
         if header.compressed:
             if self.base is None:
@@ -120,7 +128,7 @@ class ArrivingVersion:
         else:
             out[:] = payload_array(header, payload, header.numel)
         self._position[number] = end
-        return payload.nbytes // self._dtype.itemsize
+        return payload.nbytes // self._dtype_of(unit).itemsize
 
     def arrived(self, numbers: Iterable[int]) -> None:
         """Record that a server has sent all of each of these slices, or nothing of an unchanged one.
@@ -152,6 +160,9 @@ class ArrivingVersion:
             array.flags.writeable = False
             units.append(array)
         return Values(spec=self.spec, epoch=self.epoch, version=self.version, dtype=self._dtype, units=tuple(units))
+
+    def _dtype_of(self, unit: int) -> DType:
+        return DType.F32 if self.spec.layout.units[unit].raw else self._dtype
 
     def _number(self, unit: int, offset: int) -> int:
         if unit >= len(self._plan.slices) or offset >= self.spec.layout.units[unit].numel:

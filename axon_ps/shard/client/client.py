@@ -183,7 +183,7 @@ class ShardGroup:
         spec, slices, transfer = await self.routes.transfer(unit, begin, end, out, context, timeout_s, span)
         if out.dtype not in transfers.DTYPE_OF:
             raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
-        how = spec.precision.param_compression if compressed else None
+        how = spec.precision_of(spec.layout.units[unit]).param_compression if compressed else None
         received = self._opened(spec, unit) if compressed else None
 
         while True:
@@ -210,7 +210,7 @@ class ShardGroup:
 
     def _opened(self, spec: JobSpec, unit: int) -> Received | None:
         """Return the received state of a unit whose parameters are sent as differences; else None."""
-        if not spec.precision.differs:
+        if not spec.precision_of(spec.layout.units[unit]).differs:
             return None
         self._received.open(unit, spec.layout.units[unit].numel)
         return self._received

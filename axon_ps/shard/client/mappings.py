@@ -63,7 +63,7 @@ class Mappings:
             StepAborted: the job was restored meanwhile: the server holds values of a later epoch.
         """
         spec, slices, transfer = await self._routes.transfer(unit, 0, None, None, context, timeout_s, span)
-        precision = spec.precision
+        precision = spec.precision_of(spec.layout.units[unit])
         if len(slices) > 1 or spec.policy.asynchronous or precision.param_compression or dtype is not precision.param:
             return None
         t = transfer(dtype=dtype, min_version=min_version, epoch=epoch)

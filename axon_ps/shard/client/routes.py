@@ -67,7 +67,9 @@ class Routes:
         Any thread may call it.
         """
         spec, placement = self.spec, self.placement
-        if spec is None or placement is None or spec.precision.param_compression is not None:
+        if spec is None or placement is None:
+            return False
+        if spec.precision_of(spec.layout.units[unit]).param_compression is not None:
             return False
         return all(
             self._same_host.is_shared(self.holder(s).server)

@@ -313,8 +313,11 @@ class ShardEngine:
         self.counters["steps_committed"] += 1
 
     def scratch(self, chunks: int = 1) -> Array:
-        """Return a buffer for a thread that applies at most `chunks` chunks at once; see `WireCopy.scratch`."""
-        any_slice = next(iter(self.slices.values()), None)
+        """Return a buffer for a thread that applies at most `chunks` chunks at once; see `WireCopy.scratch`.
+
+        Raw parameters, which have another form on the wire, need none.
+        """
+        any_slice = next((owned for owned in self.slices.values() if not owned.raw), None)
         return np.empty(0, np.uint8) if any_slice is None else any_slice.wire.scratch(chunks)
 
     def mappable(self, owned: OwnedSlice) -> bool:

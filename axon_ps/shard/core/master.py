@@ -292,6 +292,8 @@ class Master:
     def average(self, first: int, last: int, source: Master, weight: float, out: Array | None) -> list[Corruption]:
         """Set chunks [first, last) to (1 - weight) * their values + weight * those of `source`. Moments stay.
 
+        Raw parameters become those of `source` if the weight is 1, and else stay as they are.
+
         Args:
             first: number of the first chunk.
             last: one past the last; m elements in all.
@@ -307,7 +309,7 @@ class Master:
         values, other = self.values[elements], source.values[elements]
         if weight == 1.0:
             values[:] = other
-        else:
+        elif not self._unit.raw:
             values *= np.float32(1.0 - weight)
             values += other * np.float32(weight)
         if out is not None:

@@ -32,6 +32,7 @@ from axon_ps.errors import Busy
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.types import Array, DType
 from axon_ps.wire.changes import encode_changes
+from axon_ps.wire.codec import dtype_from_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk
 
 Key = tuple[int, int, DType]
@@ -71,7 +72,7 @@ class Publication:
             if owned.number in self.changed:
                 continue
             self.changed[owned.number] = owned.changed
-            self._bytes += owned.chunks.numel * self.key[2].itemsize
+            self._bytes += owned.chunks.numel * self._dtype_of(owned).itemsize
             if shared and owned.wire.frames:
                 self.frames[owned.number] = owned.wire.frames
             else:
@@ -96,11 +97,15 @@ class Publication:
             SliceMoved: its values are corrupt.
         """
         values, chunks = owned.master.values, enumerate(owned.chunks.ranges)
-        version, dtype = self.changed[owned.number], self.key[2]
+        version, dtype = self.changed[owned.number], self._dtype_of(owned)
         owned.check_values(0, len(owned.chunks.bounds))
         frames = tuple(owned.wire.encode_as(dtype, index, version, values[elements]) for index, elements in chunks)
         self.frames[owned.number] = frames
         return len(frames)
+
+    def _dtype_of(self, owned: OwnedSlice) -> DType:
+        """Return the dtype in which a slice is encoded: words of raw parameters are never cast."""
+        return owned.precision.param if owned.raw else self.key[2]
 
     def has_changes(self, base: Publication) -> bool:
         """Return True if `encode_changes` was called with this older publication."""
@@ -110,7 +115,7 @@ class Publication:
         """Encode the changes from an older complete publication of the same dtype and epoch. Any thread may call it."""
         numbers = [n for n, changed in self.changed.items() if changed > base.key[1]]
         old, new = dict(base.frames), dict(self.frames)
-        made = {n: _changes(old[n], new[n], self.key[2]) for n in numbers if n in old and n in new}
+        made = {n: _changes(old[n], new[n]) for n in numbers if n in old and n in new}
         self._changes[base.key[1]] = made
 
     def frames_since(self, number: int, since: int, *, changes: bool) -> tuple[bytes, ...]:
@@ -139,11 +144,12 @@ class Publication:
         self.frames, self._changes = {}, {}
 
 
-def _changes(old: tuple[bytes, ...], new: tuple[bytes, ...], dtype: DType) -> tuple[bytes, ...]:
+def _changes(old: tuple[bytes, ...], new: tuple[bytes, ...]) -> tuple[bytes, ...]:
     """Return for each chunk a frame of the changes, or the full frame if that is smaller."""
     frames: list[bytes] = []
     for before, after in zip(old, new, strict=True):
         header, payload = decode_chunk(after)
+        dtype = dtype_from_proto(header.dtype)
         small = encode_changes(_elements(decode_chunk(before)[1], dtype), _elements(payload, dtype))
         header.compressed = small is not None
         frames.append(after if small is None else encode_chunk(header, small))

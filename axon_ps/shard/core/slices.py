@@ -10,6 +10,9 @@ Note: [Memory of a slice]
     of others (`shard.core.queued`). If parameters are compressed, it has a residual f32[n] (or `sent`) too. While an
     apply runs there are also the new frames of the unit, until they replace the old ones.
 
+    A slice of raw parameters has its words alone: f32[n], four bytes each. Its frames are made for each gather, since a
+    worker gathers it once.
+
     A backup has the same except for the wire copy, unless workers map it. It makes frames only on request, or if
     parameters are compressed, since the residual changes with them.
 
@@ -57,11 +60,13 @@ class OwnedSlice:
         unit: that unit's parameters.
         first_parameter: number of the unit's first parameter in the layout.
         chunk_numel: elements of a chunk.
-        precision: element types and compression of frames and pushed chunks.
+        precision: element types and compression of frames and pushed chunks; see `JobSpec.precision_of`.
         allocate: makes the memory of the first accumulator; None = ordinary memory, as for the others.
 
     Attributes:
         number: as given.
+        precision: as given.
+        raw: whether its elements are words of raw parameters, which are never cast.
         primary: whether this server is its primary; else it is a backup.
         copying: whether this server is still receiving its values from the primary.
         chunks: its range, cut into chunks.
@@ -105,7 +110,8 @@ class OwnedSlice:
         self.copied = 0
         self.change: SliceChange | None = None
         self.arriving = ArrivingValues(self.chunks)
-        self._precision = precision
+        self.precision = precision
+        self.raw = unit.raw
         self.replicated = False
         self.digest: int | None = None
         self.corruptions: list[Corruption] = []
@@ -138,8 +144,11 @@ class OwnedSlice:
 
     @property
     def serves(self) -> bool:
-        """True if an update makes a wire copy; for a backup, only if workers map it or parameters are compressed."""
-        return self.primary or self.wire.mapped is not None or self.wire.compressed
+        """True if an update makes a wire copy.
+
+        That of a backup or of raw parameters makes one only if workers map it or parameters are compressed.
+        """
+        return (self.primary and not self.raw) or self.wire.mapped is not None or self.wire.compressed
 
     def memory(self) -> dict[str, int]:
         """Return the bytes by kind. See Note: [Memory of a slice]."""
@@ -249,7 +258,13 @@ class OwnedSlice:
 
         Raises:
             SliceMoved: its values are corrupt.
+            InvalidRequest: they are words of raw parameters, and the dtype is not F32.
         """
+        if self.raw and dtype is not DType.F32:
+            raise InvalidRequest(
+                f"unit {self.chunks.unit} consists of raw parameters, and was requested as {dtype.value}; its words "
+                "are sent as f32"
+            )
         self.check_values(index, index + 1)
         return self.wire.encode_as(dtype, index, self.changed, self.master.values[self.chunks.ranges[index]])
 
@@ -271,7 +286,7 @@ class OwnedSlice:
         """
         self.check_values(0, len(self.chunks.bounds))
         if self.wire.is_cast:
-            cast.encode(self.master.values, memory.values, self._precision.param)
+            cast.encode(self.master.values, memory.values, self.precision.param)
         else:
             memory.values[:] = self.master.values
 
@@ -432,10 +447,8 @@ class OwnedSlices(dict[int, OwnedSlice]):
             if number not in self:
                 s, copies = plan.numbered[number], len(placement.holders[number].servers)
                 allocate = self.allocate if copies > 1 else None
-                numel = spec.options.chunk_numel
-                made.append(
-                    OwnedSlice(number, s, units[s.unit], first_parameters[s.unit], numel, spec.precision, allocate)
-                )
+                numel, precision = spec.options.chunk_numel, spec.precision_of(units[s.unit])
+                made.append(OwnedSlice(number, s, units[s.unit], first_parameters[s.unit], numel, precision, allocate))
         return made
 
     def set_placement(self, placement: Placement, server: int, added: list[OwnedSlice]) -> list[OwnedSlice]:

@@ -141,7 +141,7 @@ class ModelValues:
                 if self._engine.slices.get(owned.number) is not owned:
                     raise SliceMoved(f"slice {owned.number} is not on this shard server any more")
                 if owned.wire.mapped is None:
-                    make = partial(mapped_units.filled_copy, owned, self._engine.precision.param)
+                    make = partial(mapped_units.filled_copy, owned, owned.precision.param)
                     memory = await self._server.off_loop(make)
                     owned.refuse_corrupt()  # another check may have found corruption meanwhile
                     if memory is not None:

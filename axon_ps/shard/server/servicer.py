@@ -71,22 +71,21 @@ class ShardServicer:
             return
         await shell.reads.available(request.unit, request.begin, request.epoch, request.min_version, generation)
         engine.counters["gathers"] += 1
-        precision = engine.precision
+        owned = engine.slices.of(request.unit, request.begin)
+        precision = owned.precision
         if request.compressed and precision.param_compression is None:
-            raise InvalidRequest(f"this job's parameters are not compressed; they travel as {precision.param.value}")
+            raise InvalidRequest(f"these parameters are not compressed; they travel as {precision.param.value}")
         if request.map:
             await self._send_mapping(shell, context, request, dtype, member)
             return
-        owned = engine.slices.of(request.unit, request.begin)
         own = dtype is precision.param and request.compressed == (precision.param_compression is not None)
         self._shell.pacer.gathers += 1
         try:
             if own and precision.differs:
                 await self._send_since(shell, request, context, span)
-            elif own:
-                if leased := await self._lease_to(member, shell, request, span):
-                    await context.write(leased)
-                    return
+            elif own and (leased := await self._lease_to(member, shell, request, span)):
+                await context.write(leased)
+            elif own and not owned.raw:
                 for frame in await shell.reads.frames(request.unit, request.begin, request.end, generation):
                     _count(engine, "out", len(frame), span)
                     await context.write(frame)
@@ -144,7 +143,7 @@ class ShardServicer:
         while True:
             owned = await shell.reads.unchanging(request.unit, request.begin, request.context.generation)
             header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
-            if peer is None or dtype is not engine.precision.param or not engine.mappable(owned):
+            if peer is None or dtype is not owned.precision.param or not engine.mappable(owned):
                 break
             try:
                 memory = await shell.values.mapped(owned)
@@ -162,14 +161,14 @@ class ShardServicer:
     ) -> None:
         """Send chunks of a range as an undecided step is expected to make them, each as soon as it can be made."""
         engine = shell.engine
-        precision = engine.precision
+        owned = engine.slices.of(request.unit, request.begin)
+        precision = owned.precision
         compressed = precision.param_compression is not None
         if dtype_from_proto(request.dtype) is not precision.param or request.compressed != compressed:
             how = "compressed" if compressed else precision.param.value
             raise InvalidRequest(f"a speculative gather takes parameters only as this job sends them: {how}")
         hypers = hypers_from_proto(request.expected)
         engine.counters["gathers"] += 1
-        owned = engine.slices.of(request.unit, request.begin)
         for index in range(*owned.chunks.range_of(request.begin, request.end)):
             frame = await shell.reads.prepared(
                 request.step, owned, index, hypers, request.context.generation, request.addend
@@ -381,7 +380,7 @@ async def _lease(shell: ModelShell, request: shard_pb2.AllGatherRequest, peer: H
     engine = shell.engine
     owned = engine.slices.of(request.unit, request.begin)
     begin, end = request.begin - owned.chunks.begin, request.end - owned.chunks.begin
-    size_bytes = (end - begin) * engine.precision.param.itemsize
+    size_bytes = (end - begin) * owned.precision.param.itemsize
     if request.compressed or owned.applying or size_bytes < MIN_LEASED_BYTES:
         return b""
     first, last = owned.chunks.range_of(request.begin, request.end)
@@ -393,7 +392,7 @@ async def _lease(shell: ModelShell, request: shard_pb2.AllGatherRequest, peer: H
         unit=request.unit,
         offset=request.begin,
         numel=end - begin,
-        dtype=dtype_to_proto(engine.precision.param),
+        dtype=dtype_to_proto(owned.precision.param),
         lease=_to_proto(memory.lease(begin, end)),
     )
     message = encode_chunk(header, None)

@@ -29,7 +29,7 @@ from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.moves import Move, Places
 from axon_ps.sharding.plan import Slice
 from axon_ps.storage.checkpoint import FileEntry, SafetensorsWriter, TensorSpec, create_file
-from axon_ps.storage.contents import PARAM, UPDATES, OpenSlices, open_slices, parts_of, tensor_name
+from axon_ps.storage.contents import PARAM, UPDATES, OpenSlices, open_slices, slices_of, tensor_name
 from axon_ps.storage.files import open_store
 from axon_ps.storage.manifest import Manifest, file_prefix, read_manifest
 from axon_ps.types import DType, OptimizerSpec
@@ -191,7 +191,7 @@ def prepare(
         number: places.moves_into(Slice(unit=s.chunks.unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout)
         for number, s in slices.items()
     }
-    needed = {s: None for of_slice in moves.values() for move in of_slice for s, _ in parts_of(manifest, move)}
+    needed = {s: None for of_slice in moves.values() for move in of_slice for s in slices_of(manifest, move)}
     initial = registry.initial_states(manifest.optimizer)
     if work is not None:
         files = {manifest.file_of(s) for s in needed}
@@ -230,6 +230,8 @@ def _fill(owned: OwnedSlice, restore: Restore, number: int) -> None:
             owned.master.state[name].fill(value)
         owned.master.set_updates(restore.updates[number])
     source = restore.source
+    if owned.raw:
+        owned.master.values.fill(0.0)  # bytes behind a parameter are no parameter's, and the same on every holder
     for move in restore.moves[number]:
         source.copy(move, owned.master.values, owned.chunks.begin)
         if owned.trainable and source.manifest.layout.units[move.source_unit].trainable:

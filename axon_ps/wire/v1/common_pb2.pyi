@@ -21,6 +21,20 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     D_TYPE_U8: _ClassVar[DType]
     D_TYPE_BOOL: _ClassVar[DType]
     D_TYPE_INT8_BLOCK: _ClassVar[DType]
+    D_TYPE_F8_E4M3: _ClassVar[DType]
+    D_TYPE_F8_E5M2: _ClassVar[DType]
+    D_TYPE_F8_E4M3FNUZ: _ClassVar[DType]
+    D_TYPE_F8_E5M2FNUZ: _ClassVar[DType]
+    D_TYPE_F8_E8M0: _ClassVar[DType]
+    D_TYPE_F4_X2: _ClassVar[DType]
+    D_TYPE_I8: _ClassVar[DType]
+    D_TYPE_I16: _ClassVar[DType]
+    D_TYPE_U16: _ClassVar[DType]
+    D_TYPE_U32: _ClassVar[DType]
+    D_TYPE_U64: _ClassVar[DType]
+    D_TYPE_C32: _ClassVar[DType]
+    D_TYPE_C64: _ClassVar[DType]
+    D_TYPE_C128: _ClassVar[DType]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +58,20 @@ D_TYPE_I32: DType
 D_TYPE_U8: DType
 D_TYPE_BOOL: DType
 D_TYPE_INT8_BLOCK: DType
+D_TYPE_F8_E4M3: DType
+D_TYPE_F8_E5M2: DType
+D_TYPE_F8_E4M3FNUZ: DType
+D_TYPE_F8_E5M2FNUZ: DType
+D_TYPE_F8_E8M0: DType
+D_TYPE_F4_X2: DType
+D_TYPE_I8: DType
+D_TYPE_I16: DType
+D_TYPE_U16: DType
+D_TYPE_U32: DType
+D_TYPE_U64: DType
+D_TYPE_C32: DType
+D_TYPE_C64: DType
+D_TYPE_C128: DType
 ROLE_UNSPECIFIED: Role
 ROLE_WORKER: Role
 ROLE_SHARD: Role
@@ -71,20 +99,22 @@ class CallContext(_message.Message):
     def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., traceparent: _Optional[str] = ..., state_id: _Optional[str] = ...) -> None: ...
 
 class Parameter(_message.Message):
-    __slots__ = ("name", "shape", "offset", "dtype", "aliases", "whole")
+    __slots__ = ("name", "shape", "offset", "dtype", "aliases", "whole", "raw")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     offset: int
     dtype: DType
     aliases: _containers.RepeatedScalarFieldContainer[str]
     whole: Whole
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., aliases: _Optional[_Iterable[str]] = ..., whole: _Optional[_Union[Whole, _Mapping]] = ...) -> None: ...
+    raw: bool
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., aliases: _Optional[_Iterable[str]] = ..., whole: _Optional[_Union[Whole, _Mapping]] = ..., raw: bool = ...) -> None: ...
 
 class Whole(_message.Message):
     __slots__ = ("name", "shape", "begin", "aliases")

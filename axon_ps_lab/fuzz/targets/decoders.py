@@ -14,7 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 from axon_ps.coordinator import messages, span_messages
 from axon_ps.errors import AxonError
 from axon_ps.rpc.status import error_from_detail
-from axon_ps.types import DType, Member, Membership, Role
+from axon_ps.types import DType, Grouping, Member, Membership, Role
 from axon_ps.wire import calls, changes, codec, frames
 from axon_ps.wire.differences import membership_from_difference
 from axon_ps.wire.v1 import (
@@ -61,8 +61,9 @@ BEFORE: Final = Membership(
     version=0,
     workers=tuple(Member(role=Role.WORKER, rank=r, incarnation=str(r), node="", replica=r) for r in range(3)),
     shards=(Member(role=Role.SHARD, rank=0, incarnation="s", node=""),),
-    num_replicas=3,
+    num_replicas=1,
     complete=True,
+    grouping=Grouping(rows=((0, 1), (2, 3))),
 )
 
 RAW: Final[dict[str, tuple[Callable[[bytes], Any], Any]]] = {

@@ -42,6 +42,18 @@ def status(finished: bool = False, **counters: float) -> Status:
     )  # fmt: skip
 
 
+def test_a_worker_in_no_replica_is_shown_as_that() -> None:
+    from rich.console import Console
+
+    lonely = replace(WORKER, rank=3, replica=-1)
+    seen = status()
+    seen = replace(seen, membership=replace(seen.membership, workers=(WORKER, lonely)))
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(rendered(seen, "h:1"))
+    assert captured.get().count("in none") == 1
+
+
 def event(finished: bool = False, step: int | None = None) -> watch_pb2.WatchEvent:
     progress = None if step is None else Report(step=step, steps=9)
     return watch_pb2.WatchEvent(begins=True, status=status_to_proto(replace(status(finished), progress=progress)))

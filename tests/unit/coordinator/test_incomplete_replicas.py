@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 
 from axon_ps.coordinator.core.steps.attempts import Attempts
-from axon_ps.errors import InvalidRequest, Timeout
+from axon_ps.errors import Busy, InvalidRequest, Timeout
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.policy import Asynchronous, LocalSteps, Policy
 from axon_ps.types import Decision, Grouping, Member, Membership, Outcome, Role
@@ -75,6 +75,31 @@ def test_the_other_replica_goes_on_and_a_replacement_completes_the_first() -> No
     assert (replicas(a), a.membership.num_replicas) == ([0, 0, 1, 1], 2)
     assert committed([a, b, c, replacement], server).version == 3
     assert "no replica" not in d.state.status(d.clock()).headline
+
+
+def test_a_joiner_gets_a_rank_of_a_row_or_waits_for_one() -> None:
+    d, [a, _, _, e], _ = assembled()
+    with pytest.raises(Busy, match="the job has all its 4 workers"):
+        d.worker()
+    e.lose()
+    assert d.worker().given_rank == 3
+    assert replicas(a) == [0, 0, 1, 1]
+
+
+def test_workers_in_no_row_complete_none() -> None:
+    """They joined before the rows were registered."""
+    d = Driver(world_size=4, min_workers=1)
+    d.shard()
+    workers = [d.worker(node=f"n{rank}") for rank in range(4)]
+    workers += [d.worker(), d.worker()]
+    for w in (workers[1], workers[3]):
+        w.lose()
+    d.register(workers[0], JobSpec(layout=LAYOUT, grouping=MESH))
+    assert replicas(workers[0]) == [-1, -1, -1, -1]
+    assert "no replica is complete: rank 1 of ranks (0, 1)" in workers[0].membership.waiting_for
+    d.worker()
+    assert replicas(workers[0]) == [0, 0, -1, -1, -1]
+    assert workers[0].membership.complete
 
 
 def test_without_a_complete_replica_the_job_waits_and_gives_up() -> None:
@@ -248,7 +273,7 @@ def membership(ranks: list[int], grouping: Grouping) -> Membership:
 def test_workers_left_without_some() -> None:
     attempts = Attempts()
     attempts.begin(None, membership([0, 1, 2, 3, 4], Grouping(rows=((0, 1), (2, 3), (4, 5)))))
-    assert sorted(attempts.taking_part) == [0, 1, 2, 3]
+    assert sorted(attempts.participants) == [0, 1, 2, 3]
     assert attempts.per_replica == 2
     assert [attempts.left_without(gone) for gone in ((), (0,), (0, 1), (1, 2))] == [4, 2, 2, 0]
     attempts.begin(None, membership([0, 1, 2], Grouping()))

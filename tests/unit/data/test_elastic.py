@@ -97,6 +97,12 @@ def test_who_has_nothing_computes_with_something_that_counts_for_nothing() -> No
     assert [(m.weight, len(plan.indices(m))) for m in last] == [(0.5, 1), (0.5, 1), (0.0, 1)]
 
 
+def test_the_samples_of_a_worker_in_no_replica_count_for_nothing() -> None:
+    plan = plan_of(8, 4, 4)
+    batch = next(plan.micro_batches(Position(), Coordinates(replica=-1, num_replicas=2)))
+    assert (batch.weight, batch.count) == (0.0, 1)
+
+
 def test_weights_and_numbers() -> None:
     plan = plan_of(10, 7, 3)
     first, second = steps(plan, Position(), Coordinates())

@@ -40,8 +40,8 @@ def batch(weight: float, index: int = 0, count: int = 2) -> StepBatch:
 
 def state(accumulation: Accumulation) -> dict[str, bool]:
     """What becomes of gradients now."""
-    names = ("goes_on", "sums_batches", "pushes", "stages")
-    return {name: getattr(accumulation, name) for name in names}
+    names = ("goes_on", "sums_batches", "stages")
+    return {"pushes": accumulation.pushes(0), **{name: getattr(accumulation, name) for name in names}}
 
 
 def test_gradients_are_pushed_but_inside_no_sync_and_before_the_last_micro_batch() -> None:
@@ -54,6 +54,19 @@ def test_gradients_are_pushed_but_inside_no_sync_and_before_the_last_micro_batch
     assert state(accumulation) == {"goes_on": True, "sums_batches": True, "pushes": False, "stages": True}
     accumulation.begin(batch(0.5, index=1), adds=True)
     assert state(accumulation) == {"goes_on": False, "sums_batches": True, "pushes": True, "stages": False}
+
+
+def test_units_may_stay_here_while_others_are_pushed() -> None:
+    flat, accumulation, _ = made()
+    accumulation.local = frozenset({0})
+    assert (accumulation.pushes(0), accumulation.pushes(1)) == (False, True)
+    assert not accumulation.has_local
+    flat.params[0].grad = torch.ones(2)
+    assert accumulation.has_local
+    accumulation.local = frozenset()
+    assert not accumulation.has_local
+    accumulation.syncing = False
+    assert accumulation.has_local
 
 
 def test_with_offload_they_are_always_staged() -> None:

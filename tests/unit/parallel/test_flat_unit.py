@@ -87,7 +87,6 @@ class Job:
         self.pool = BufferPool(2 * NBYTES, self.meter)
         remote = RemoteSource(self.steps, self.pool, buffered=buffered)
         self.flat = Recorded(
-            0,
             WrappedUnit(owner="", unit=unit, params=(nn.Parameter(torch.zeros(NUMEL)),)),
             remote if source is None else source(self.steps, self.pool),
             wrapping,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from torch.distributed import fsdp as torchs
 
 from axon_ps import World
-from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel import FSDPModule, fully_shard, sharded_model
 from axon_ps.testing import run_threads
-from composed_model import Model, difference, init, shard, train
+from composed_model import INPUTS, ROWS, TARGETS, Model, State, difference, init, shard, train
 
 
 def public(kind: type) -> dict[str, Any]:
@@ -148,7 +149,6 @@ REFUSED = {
     "set_custom_reduce_scatter": ((None,), "give a compressor"),
     "set_all_reduce_hook": ((print,), r"param\.register_hook"),
     "set_symm_mem_for_comm": ((), "leave it out"),
-    "set_requires_all_reduce": ((False,), r"set_requires_gradient_sync\(False\)"),
     "set_gradient_divide_factor": ((1.0,), r"multiply the loss by 2 / 1\.0"),
     "set_modules_to_forward_prefetch": (([torch.nn.ReLU()],), "was given a ReLU"),
 }
@@ -160,9 +160,6 @@ def test_methods_that_change_what_is_communicated_are_refused() -> None:
         for name, (given, says) in REFUSED.items():
             with pytest.raises(InvalidRequest, match=says):
                 getattr(model, name)(*given)
-        for call in (model.blocks[0].set_requires_gradient_sync, model.set_requires_gradient_sync):
-            with pytest.raises(InvalidRequest, match="call it on the model"):
-                call(False, recurse=call.__self__ is not model)
 
     run_threads(run, 2)
 
@@ -214,3 +211,82 @@ def test_gradients_are_dropped_before_they_are_applied() -> None:
         assert difference(model.state_dict(), init()) == 0, "the first gradients were dropped"
 
     run_threads(run, 1)
+
+
+# ---------------------------------------------------------------------- several backwards in a step
+
+Sync = Callable[[Any, int], object]
+"""Chooses the units whose gradients are sent, before a backward of this number in the step."""
+
+
+def backwards(model: Any, optimizer: torch.optim.Optimizer, world: World | None, count: int, sync: Sync) -> State:
+    """Train with `count` backwards in each step, with clipping in the second half."""
+    rank, workers = (0, 1) if world is None else (world.rank, world.world_size)
+    rows = slice(rank * ROWS // workers, (rank + 1) * ROWS // workers)
+    for step in range(4):
+        for backward in range(count):
+            sync(model, backward)
+            loss = torch.nn.functional.mse_loss(model(INPUTS[step + backward, rows]), TARGETS[step, rows])
+            loss.backward()
+        if step > 1:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def some_units(model: Any, backward: int) -> None:
+    for number, block in enumerate(model.blocks):
+        block.set_requires_gradient_sync(backward == 2 or backward == number)
+
+
+SYNCS: dict[str, Sync] = {
+    "all": lambda model, backward: None,
+    "all but the first": lambda model, backward: model.set_requires_gradient_sync(backward > 0),
+    "all but the root's": lambda model, backward: model.set_requires_gradient_sync(backward == 2, recurse=False),
+    "other units each time": some_units,
+}
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("name", SYNCS)
+def test_several_backwards_before_a_step_are_as_in_torch(name: str, reshard: bool | int) -> None:
+    def run(world: World) -> State:
+        model = shard(Model(), reshard_after_forward=reshard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return backwards(model, optimizer, world, 3, SYNCS[name])
+
+    plain = Model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    expected = backwards(plain, optimizer, None, 3, lambda model, backward: None)
+    for values in run_threads(run, 2, shards=2):
+        assert difference(values, expected) < 1e-6
+
+
+def test_a_step_whose_gradients_torch_would_leave_is_refused() -> None:
+    def run(world: World) -> None:
+        model = shard(Model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.blocks[1].set_requires_gradient_sync(False)
+        model(INPUTS[0]).sum().backward()
+        with pytest.raises(Misuse, match=r"set_requires_gradient_sync\(False\)"):
+            optimizer.step()
+        model.blocks[1].set_requires_gradient_sync(True)
+        optimizer.step()
+        assert sharded_model(model).version == 1
+
+    run_threads(run, 1)
+
+
+def test_workers_whose_numbers_of_backwards_differ_are_named() -> None:
+    def run(world: World) -> str:
+        model = shard(Model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(1 + world.rank):
+            model(INPUTS[0]).sum().backward()
+        with pytest.raises(StepAborted) as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    for said in run_threads(run, 2):
+        assert "different numbers of backwards in the step: worker 0: 1; worker 1: 2" in said

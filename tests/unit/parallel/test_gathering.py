@@ -64,6 +64,7 @@ class Flat:
         self.log, self.name = log, name
         self.nbytes = self.gather_bytes = self.unsharded_bytes = 4
         self.missing = True
+        self.retained = False
 
     @property
     def reshardable_bytes(self) -> int:

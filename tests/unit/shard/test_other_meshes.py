@@ -6,16 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from axon_ps.errors import CheckpointCorrupt, InvalidRequest
 from axon_ps.shard.full_model import FullModel
 from axon_ps.sharding.layout import Layout, Parameter, Unit, Whole
+from axon_ps.sharding.raw import encoded_as, tensor_of
 from axon_ps.storage import contents
 from axon_ps.storage.export import export_model
 from axon_ps.storage.hf_directory import export_directory
 from axon_ps.storage.manifest import read_manifest
-from axon_ps.types import Array, OptimizerSpec
+from axon_ps.types import Array, DType, OptimizerSpec
 from engine_driver import Servers, job_of
 from test_snapshot import restore, restored, save
 
@@ -180,3 +182,39 @@ def test_tensors_of_another_shape_are_refused_by_their_name(tmp_path: Path) -> N
     other = Layout(units=(Unit(name="u", parameters=(Parameter(name="p", shape=(24, 12), offset=0, whole=whole),)),))
     with pytest.raises(InvalidRequest, match=r"'up.weight' has shape \(24, 6\) in the checkpoint and \(24, 12\) in"):
         restored(Servers(job_of(other)), str(tmp_path), 3)
+
+
+def frozen(dtype: DType, begins: list[int], *, raw: bool) -> Layout:
+    """A frozen tensor of 6 x 10, cut before these columns."""
+    units = []
+    for begin, end in zip(begins, [*begins[1:], 10], strict=True):
+        whole = Whole(name="w", shape=(6, 10), begin=(0, begin))
+        box = Parameter(name=f"w@{begin}", shape=(6, end - begin), offset=0, dtype=dtype, raw=raw, whole=whole)
+        units.append(Unit(name=f"u{begin}", parameters=(box,), trainable=False))
+    return Layout(units=tuple(units))
+
+
+@pytest.mark.parametrize("target_raw", [True, False])
+@pytest.mark.parametrize("source_raw", [True, False])
+def test_frozen_boxes_of_half_words(tmp_path: Path, source_raw: bool, target_raw: bool) -> None:
+    """Rows of bf16 that begin and end inside of a word."""
+    tensor = encoded_as(np.arange(60, dtype=np.float32), DType.BF16).reshape(6, 10)
+    old, new = (frozen(DType.BF16, begins, raw=raw) for begins, raw in (([0, 3], source_raw), ([0, 1, 6], target_raw)))
+
+    def units_of(of: Layout) -> list[Array]:
+        units = [np.zeros(unit.numel, np.float32) for unit in of.units]
+        for u, p in of.parameters():
+            numbers = np.arange(60, dtype=np.float32).reshape(6, 10)
+            tensor_of(units[u], p)[...] = (tensor if p.raw else numbers)[p.box]
+        return units
+
+    servers = Servers(job_of(old, chunk_numel=4, min_slice_numel=8), 3)
+    servers.upload(units_of(old))
+    save(servers, str(tmp_path / "checkpoint"), None)
+    found = restored(Servers(job_of(new, chunk_numel=4, min_slice_numel=4), 2), str(tmp_path / "checkpoint"), 0)
+    for u, wanted in enumerate(units_of(new)):
+        assert found.values(u).tobytes() == wanted.tobytes()
+    export_model(str(tmp_path / "checkpoint"), str(tmp_path / "m.safetensors"))
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert str(file.get_tensor("w").dtype) == "torch.bfloat16"
+        assert file.get_tensor("w").float().numpy().tobytes() == np.arange(60, dtype=np.float32).tobytes()

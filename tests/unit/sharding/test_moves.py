@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, Parameter, Unit, Whole, build_unit
 from axon_ps.sharding.moves import Move, Places
-from axon_ps.sharding.plan import PlanOptions, Slice, make_plan
-from axon_ps.types import Array, DType
+from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
+from axon_ps.sharding.raw import encoded_as, put, stored, tensor_of, words_with
+from axon_ps.types import ELEMENTS, Array, DType
 
 F32 = DType.F32
 Shape = tuple[int, ...]
@@ -32,7 +34,7 @@ def boxes_of(shape: Shape, cuts: Sequence[Sequence[int]]) -> list[tuple[Shape, S
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shapes: Sequence[Shape]) -> Layout:
+def layouts(draw: st.DrawFn, shapes: Sequence[Shape], dtype: DType = F32, *, raw: bool = False) -> Layout:
     """The tensors "t0", "t1", ..., each whole or in a grid of boxes, in any order and any units."""
     pieces: list[tuple[str, Shape, Whole | None]] = []
     for t, shape in enumerate(shapes):
@@ -49,8 +51,10 @@ def layouts(draw: st.DrawFn, shapes: Sequence[Shape]) -> Layout:
         if units[-1] and apart:
             units.append([])
         offset = units[-1][-1].end if units[-1] else 0
-        units[-1].append(Parameter(name=name, shape=size, offset=offset, whole=whole))
-    return Layout(units=tuple(Unit(name=f"u{i}", parameters=tuple(unit)) for i, unit in enumerate(units)))
+        units[-1].append(Parameter(name=name, shape=size, offset=offset, whole=whole, dtype=dtype, raw=raw))
+    return Layout(
+        units=tuple(Unit(name=f"u{i}", parameters=tuple(unit), trainable=not raw) for i, unit in enumerate(units))
+    )
 
 
 @st.composite
@@ -77,6 +81,65 @@ def flats(layout: Layout, tensors: dict[str, Array]) -> list[Array]:
         )
         for unit in layout.units
     ]
+
+
+@given(st.data(), st.sampled_from([*ELEMENTS]), st.integers(1, 4), st.integers(1, 9))
+def test_bits_of_raw_boxes_find_their_places(data: st.DataObject, dtype: DType, servers: int, min_numel: int) -> None:
+    shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=2))
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"t{t}": rng.integers(0, 256, math.prod(shape) * dtype.itemsize, np.uint8).view(dtype.numpy).reshape(shape)
+        for t, shape in enumerate(shapes)
+    }
+    old, new = data.draw(layouts(shapes, dtype, raw=True)), data.draw(layouts(shapes, dtype, raw=True))
+    found = filled(new, old, words_of(old, tensors), make_plan(new, servers, PlanOptions(min_slice_numel=min_numel)))
+    for flat, wanted in zip(found, words_of(new, tensors), strict=True):
+        assert flat.tobytes() == wanted.tobytes()
+
+
+@given(st.data(), st.sampled_from([DType.BF16, DType.F16, DType.F64]), st.booleans(), st.integers(1, 9))
+def test_boxes_of_numbers_become_raw_ones_and_back(
+    data: st.DataObject, dtype: DType, to_raw: bool, min_numel: int
+) -> None:
+    shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=2))
+    numbers = {f"t{t}": np.arange(math.prod(s), dtype=np.float32).reshape(s) % 64 for t, s in enumerate(shapes)}
+    encoded = {name: encoded_as(t.reshape(-1), dtype).reshape(t.shape) for name, t in numbers.items()}
+    as_numbers, as_raw = data.draw(layouts(shapes, dtype)), data.draw(layouts(shapes, dtype, raw=True))
+    sides = [(as_numbers, flats(as_numbers, numbers)), (as_raw, words_of(as_raw, encoded))]
+    (old, sources), (new, wanted) = sides if to_raw else reversed(sides)
+    found = filled(new, old, sources, make_plan(new, 3, PlanOptions(min_slice_numel=min_numel)))
+    for flat, values in zip(found, wanted, strict=True):
+        assert flat.tobytes() == values.tobytes()
+
+
+def words_of(layout: Layout, tensors: dict[str, Array]) -> list[Array]:
+    """The units' values, of raw parameters."""
+    units = [np.zeros(unit.numel, np.float32) for unit in layout.units]
+    for u, p in layout.parameters():
+        tensor_of(units[u], p)[...] = tensors[p.tensor.name][p.box]
+    return units
+
+
+def filled(new: Layout, old: Layout, sources: list[Array], plan: Plan) -> list[Array]:
+    """The units of a layout, slice by slice from those of another one."""
+    places, units = Places(old), [np.zeros(unit.numel, np.float32) for unit in new.units]
+    for s in plan.numbered:
+        for move in places.moves_into(s, new):
+            carry_out(move, sources[move.source_unit], units[s.unit][s.begin : s.end], s.begin)
+    return units
+
+
+def carry_out(move: Move, values: Array, out: Array, begin: int) -> None:
+    """Do to arrays what `OpenSlices.copy` does to files."""
+    for row in range(move.rows):
+        first, at = move.source_begin + row * move.source_step, move.begin + row * move.step
+        if move.converts is None:
+            out[at - begin : at - begin + move.numel] = values[first : first + move.numel]
+            continue
+        source, target = move.converts
+        words, end = words_with(source, first, first + move.numel)
+        read = values[source.offset + words : source.offset + end]
+        put(stored(read, source, words, first, first + move.numel, target), target, at, out, begin)
 
 
 def moved(move: Move, source: Array, out: Array) -> None:
@@ -116,7 +179,7 @@ def test_the_parts_that_slices_have_are_the_move(given: tuple[dict[str, Array], 
                 assert len(parts) <= 3
                 for part in parts:
                     assert s.begin <= part.source_begin
-                    assert part.source_end <= s.end
+                    assert part.source_range[1] <= s.end
                     moved(part, sources[move.source_unit], found)
         np.testing.assert_array_equal(found, wanted)
 
@@ -132,7 +195,7 @@ def test_the_rows_of_a_box_are_one_move() -> None:
     half = Parameter(name="w@1", shape=(1000, 4), offset=0, whole=Whole(name="w", shape=(1000, 8), begin=(0, 4)))
     (move,) = Places(whole).moves_of(0, half, 0, half.numel)
     assert move == Move(source_unit=0, source_begin=4, unit=0, begin=0, numel=4, rows=1000, source_step=8, step=4)
-    assert move.source_end == 8000
+    assert move.source_range == (4, 8000)
 
 
 def test_a_name_of_a_tied_tensor_is_as_good_as_another() -> None:
@@ -154,6 +217,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_name() -> None:
         from_one("v", (4,), F32)
     with pytest.raises(InvalidRequest, match=r"\(2, 2\) in the checkpoint"):
         from_one("w", (2, 2), F32)
-    with pytest.raises(InvalidRequest, match="is of int64 in the checkpoint and of float32 in the model"):
+    with pytest.raises(InvalidRequest, match="has dtype int64 in the checkpoint and float32 in the model"):
         from_one("w", (4,), DType.I64)
     from_one("w", (4,), DType.BF16)  # masters are f32

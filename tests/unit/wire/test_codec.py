@@ -125,7 +125,7 @@ def optimizers(draw: st.DrawFn) -> OptimizerSpec:
 @pytest.mark.parametrize(
     ("to_proto", "from_proto", "values"),
     [
-        (codec.dtype_to_proto, partial(codec.dtype_from_proto, blocks=True), DType),
+        (codec.dtype_to_proto, partial(codec.dtype_from_proto, blocks=True, raw=True), DType),
         (codec.role_to_proto, codec.role_from_proto, Role),
         (codec.outcome_to_proto, codec.outcome_from_proto, Outcome),
     ],

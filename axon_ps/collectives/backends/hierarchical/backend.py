@@ -31,7 +31,7 @@ from axon_ps.collectives.backends.hierarchical.staged import StagedCalls
 from axon_ps.collectives.backends.hierarchical.topology import Topology
 from axon_ps.collectives.staging import Staging
 from axon_ps.errors import AxonError, Disagreement, InternalError, InvalidRequest, again
-from axon_ps.types import Array, DType
+from axon_ps.types import COLLECTIVE_DTYPES, Array, DType
 
 SMALL_BYTES = 16 << 10
 """The most bytes of a call that goes through `flat` only."""
@@ -98,7 +98,7 @@ class HierarchicalBackend(Backend):
         """
         super().__init__(context)
         self._backends = [b for b in (flat, rail, node) if b is not None]
-        self.dtypes = tuple(dtype for dtype in DType if all(dtype in b.dtypes for b in self._backends))
+        self.dtypes = tuple(dtype for dtype in COLLECTIVE_DTYPES if all(dtype in b.dtypes for b in self._backends))
         self._staging = Staging()
         single = flat if node is None else node if flat is None else None
         self._single = None if single is None else Stage(single, None if single is node else self._staging)

@@ -25,11 +25,11 @@ from axon_ps.collectives.backends.shm.mailbox import ShmMailbox
 from axon_ps.collectives.backends.shm.rendezvous import rendezvous
 from axon_ps.errors import AxonError, Closed, InvalidRequest
 from axon_ps.host.shared_arrays import shared_arrays
-from axon_ps.types import Array, DType
+from axon_ps.types import COLLECTIVE_DTYPES, Array, DType
 
 SLOT_BYTES = 1 << 20
 _MIN_WINDOW_BYTES = 128 << 10  # of a rank's partition in a slot: in smaller windows ranks wait more than they copy
-_MIN_SLOT_BYTES = -(-max(dtype.itemsize for dtype in DType) // 64) * 64
+_MIN_SLOT_BYTES = -(-max(dtype.itemsize for dtype in COLLECTIVE_DTYPES) // 64) * 64
 """The part of a slot that a rank needs at least: an element of any dtype, in full cache lines."""
 
 

@@ -15,12 +15,12 @@ from axon_ps.collectives.backends.request import partition_starts, required
 from axon_ps.collectives.backends.shm.agreement import Agreement
 from axon_ps.collectives.backends.shm.control import INLINE_BYTES
 from axon_ps.reduction import ops
-from axon_ps.types import Array, DType
+from axon_ps.types import COLLECTIVE_DTYPES, Array
 
 _GATHERING = (Operation.ALL_GATHER, Operation.GATHER)
 _SCATTERING = (Operation.SCATTER, Operation.REDUCE_SCATTER)
 _COPYING = (Operation.SCATTER, Operation.BROADCAST)
-_MIN_INLINE_NUMEL = INLINE_BYTES // max(dtype.itemsize for dtype in DType)
+_MIN_INLINE_NUMEL = INLINE_BYTES // max(dtype.itemsize for dtype in COLLECTIVE_DTYPES)
 """A call of so many elements is small in every dtype."""
 
 

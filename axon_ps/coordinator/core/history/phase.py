@@ -76,7 +76,7 @@ def _flaws(status: Status) -> list[str]:
     lacking = sum(model.lacking for model in status.models if model.initialized)
     slices = sum(model.slices for model in status.models)
     flaws = [f"{lacking} of {slices} slices lack copies"] if lacking else []
-    alone = [m.rank for m in status.membership.workers if m.replica < 0]
-    if alone and status.membership.complete:
-        flaws.append(status.membership.why_no_replica(alone[0]) + (" and others" if len(alone) > 1 else ""))
+    outside = [m.rank for m in status.membership.workers if m.replica < 0]
+    if outside and status.membership.complete:
+        flaws.append(status.membership.why_no_replica(outside[0]) + (" and others" if len(outside) > 1 else ""))
     return flaws + ([f"shard server {format_ranks(status.draining)} is drained"] if status.draining else [])

@@ -86,7 +86,7 @@ class Attempts:
         return tuple(rank for a in slowest for rank in self._tallies[a].missing(self._workers[a]))
 
     @property
-    def taking_part(self) -> Collection[int]:
+    def participants(self) -> Collection[int]:
         """The workers of all attempts: those that are in a replica."""
         return self._replica_of.keys()
 

@@ -240,7 +240,7 @@ class Stepping:
         """Abort attempts in which workers are deadlocked; see Note: [Deadlocked steps]."""
         if not self._disturbed or len(self._models) < 2:
             return
-        workers = {rank for model in self._models if model.open for rank in model.attempts.taking_part}
+        workers = {rank for model in self._models if model.open for rank in model.attempts.participants}
         waiting = {m: m.attempts.blocked() for m in self._models if m.open}
         waiting = {model: ranks for model, ranks in waiting.items() if ranks}
         if len(waiting) < 2 or set().union(*waiting.values()) != workers:

@@ -160,7 +160,7 @@ class StepDeadlines:
             wait = self._waits.setdefault(model.number, _Deadline())
             if wait.attempt != (attempt := self._attempt(model)):
                 wait.attempt, wait.deadline_s, wait.asked = attempt, math.inf, False
-            quorum = max(1, math.ceil(policy.quorum * len(model.attempts.taking_part) - 1e-9))
+            quorum = max(1, math.ceil(policy.quorum * len(model.attempts.participants) - 1e-9))
             if math.isinf(wait.deadline_s) and model.attempts.come >= quorum:
                 wait.deadline_s = now + policy.grace_s
 
@@ -179,7 +179,7 @@ class StepDeadlines:
             if wait is None or now < wait.deadline_s:
                 continue
             wait.asked = True
-            ranks = [rank for rank in model.attempts.taking_part if not model.attempts.has_come(rank)]
+            ranks = [rank for rank in model.attempts.participants if not model.attempts.has_come(rank)]
             workers = (self._assembly.roster.at(Role.WORKER, rank) for rank in ranks)
             late = [worker.session for worker in workers if worker is not None]
             self._out.push(late, self._event(model))

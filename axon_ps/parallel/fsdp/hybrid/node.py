@@ -55,7 +55,7 @@ class NodeSteps:
         steps: the worker's own.
         groups: the workers of the node.
         spec: the job's; a node is a replica in it.
-        wire: the dtype in which units are gathered.
+        wires: by unit, the dtype in which it is gathered.
         num_servers: shard servers of the job.
         device: the device of the node's collectives; None = in host memory. See Note: [On GPUs].
         retain_on_device: retain shards in device memory too, once they were needed there.
@@ -73,7 +73,7 @@ class NodeSteps:
         steps: StepClient,
         groups: NodeGroups,
         spec: JobSpec,
-        wire: DType,
+        wires: Sequence[DType],
         num_servers: int,
         *,
         device: torch.device | None = None,
@@ -93,7 +93,7 @@ class NodeSteps:
             self.view,
             self._calls,
             spec,
-            wire,
+            wires,
             num_servers,
             device=self.device,
             retain_on_device=retain_on_device,

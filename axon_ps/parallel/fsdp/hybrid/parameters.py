@@ -57,7 +57,7 @@ class NodeParameters:
         view: the view that the node agreed on.
         calls: the calls inside the node.
         spec: the job's; a node is a replica in it.
-        wire: the dtype in which units are gathered.
+        wires: by unit, the dtype in which it is gathered.
         num_servers: shard servers of the job.
         device: the device of the node's collectives; None = in host memory. See `node`, Note: [On GPUs].
         retain_on_device: retain shards in device memory too, once they were needed there.
@@ -75,7 +75,7 @@ class NodeParameters:
         view: NodeView,
         calls: NodeCalls,
         spec: JobSpec,
-        wire: DType,
+        wires: Sequence[DType],
         num_servers: int,
         *,
         device: torch.device | None,
@@ -90,7 +90,7 @@ class NodeParameters:
         self._retain_on_device = retain_on_device
         self._staging = staging
         self._units = spec.layout.units
-        self._wire = wire
+        self._wires = wires
         size, chunk_numel = calls.groups.data.world_size, spec.options.chunk_numel
         self._bounds = [partition_bounds(slices, chunk_numel, size) for slices in spec.plan(num_servers).slices]
         self._meter = meter
@@ -108,9 +108,9 @@ class NodeParameters:
         if self._rank != self._calls.groups.data.rank:
             self._meter.add(-self.shard_bytes)
             self._rank = self._calls.groups.data.rank
-            dtype = TORCH_DTYPES[self._wire]
             self.shards = [
-                LocalShard(bounds, self._rank, dtype, pinned=self._device is not None) for bounds in self._bounds
+                LocalShard(bounds, self._rank, TORCH_DTYPES[wire], pinned=self._device is not None)
+                for bounds, wire in zip(self._bounds, self._wires, strict=True)
             ]
             self._meter.add(self.shard_bytes)
 
@@ -144,15 +144,15 @@ class NodeParameters:
             if shard.speculative:  # used once more after its push, which went through this queue before us
                 self._pull(unit)
         self._wait(unit)
-        counts = [n * self._wire.itemsize for n in shard.counts]
-        mine = dataclasses.replace(bytes_of(self._shard_values(shard)), stream=target.stream)
+        counts = [n * self._wires[unit].itemsize for n in shard.counts]
+        mine = dataclasses.replace(bytes_of(self._shard_values(unit)), stream=target.stream)
         self._calls.groups.data.all_gather(mine, out=target, counts=counts)
         return self._view.version
 
     def _gather_from_servers(self, unit: int, target: Flat) -> int:
         """Fill `target`, u8[nbytes], from the servers alone."""
         host = self._staging.allocate(target.array) if target.device else target.array
-        work = self._own.gather(unit, host.view(self._wire.numpy))
+        work = self._own.gather(unit, host.view(self._wires[unit].numpy))
         if not target.device:
             return work.wait()
         try:
@@ -163,15 +163,16 @@ class NodeParameters:
         finally:
             self._staging.free(host)
 
-    def _shard_values(self, shard: LocalShard) -> torch.Tensor:
-        """Return this worker's shard in the memory of the node's collectives."""
+    def _shard_values(self, unit: int) -> torch.Tensor:
+        """Return this worker's shard of a unit in the memory of the node's collectives."""
+        shard = self.shards[unit]
         if self._device is None:
             return shard.values
         values_at, uploaded = shard.values_at, shard.uploaded
         if uploaded is not None:
             return uploaded
         uploaded = torch.empty_like(shard.values, device=self._device)
-        self._staging.upload(array_of(shard.values, self._wire), arrays.flatten(uploaded).array)
+        self._staging.upload(array_of(shard.values, self._wires[unit]), arrays.flatten(uploaded).array)
         with self._pulling:
             # else another version is being pulled
             if self._retain_on_device and shard.values_at == values_at and not shard.speculative:
@@ -213,7 +214,7 @@ class NodeParameters:
         shard.was_speculative = False
         self._free_on_device(shard)
         if shard.end > shard.begin:
-            out = array_of(shard.values, self._wire)
+            out = array_of(shard.values, self._wires[unit])
             shard.work = self._own.gather(unit, out, begin=shard.begin, end=shard.end)
 
     def pull_speculative(self, unit: int, ticket: NodeTicket) -> None:
@@ -228,7 +229,7 @@ class NodeParameters:
                 shard.drop()
                 self._free_on_device(shard)
                 shard.speculative = True
-                out = array_of(shard.values, self._wire)
+                out = array_of(shard.values, self._wires[unit])
                 shard.work = self._own.gather_speculative(
                     unit, out, ticket.shared, self.expected, begin=shard.begin, end=shard.end
                 )

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """The ranks of torch's among which a tensor is divided, its shape, and the index of the box's first element in it."""
 
 
@@ -26,7 +26,7 @@ def box_of(tensor: torch.Tensor) -> torch.Tensor:
     return box
 
 
-def place_of(tensor: Any, neighbours: Sequence[int]) -> Place:
+def extent_of(tensor: Any, neighbours: Sequence[int]) -> Extent:
     """Return the place of a parameter's box.
 
     Args:
@@ -75,7 +75,7 @@ def box_in(value: torch.Tensor, tensor: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     if not isinstance(value, DTensor):
-        _, _, begin = place_of(tensor, ())
+        _, _, begin = extent_of(tensor, ())
         shape = box_of(tensor).shape
         return value[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))]
     if value.placements != tensor.placements:
@@ -86,14 +86,16 @@ def box_in(value: torch.Tensor, tensor: Any) -> torch.Tensor:
 def gradient_of(grad: Any, tensor: Any) -> Any:
     """Return the box of a parameter's gradient, once it is divided as the parameter is.
 
-    The gradient of a replicated parameter comes as a sum to be made (`Partial`). Then all workers of its mesh call this.
+    The gradient of a replicated parameter comes as a sum to be made (`Partial`). Then all workers of its mesh call it.
     """
     if not is_divided(grad):
         return grad
     if is_divided(tensor) and grad.placements != tensor.placements:
         grad = grad.redistribute(placements=tensor.placements)
+    from torch.distributed._functional_collectives import wait_tensor
+
     local = grad._local_tensor
-    return local.wait() if hasattr(local, "wait") else local
+    return wait_tensor(local) if hasattr(local, "trigger_wait") else local  # type: ignore[no-untyped-call]
 
 
 def recast(param: nn.Parameter, dtype: torch.dtype) -> None:

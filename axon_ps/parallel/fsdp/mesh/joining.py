@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.fsdp.mesh.boxes import box_of, is_divided, place_of, ranks_of
+from axon_ps.parallel.fsdp.mesh.boxes import box_of, extent_of, is_divided, ranks_of
 from axon_ps.parallel.fsdp.mesh.lines import MeshLines
 from axon_ps.parallel.fsdp.mesh.union import Box, Line, LineUnit, union
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
@@ -30,9 +30,15 @@ def check_divided(units: Sequence[WrappedUnit], line: Sequence[int], strategy: S
     Raises:
         InvalidRequest: a parameter is a DTensor without a line, or the strategy needs workers that have all of a model.
     """
+    found = ((names[0], p) for w in units for names, p in zip(w.names, w.params, strict=True) if is_divided(p))
+    divided = dict(found)
+    if name := next((name for name, param in divided.items() if param.is_meta), ""):
+        raise InvalidRequest(
+            f"parameter {name!r} is a DTensor on the meta device, and one worker cannot give it values; call "
+            "to_empty() on the model and initialise it, before its optimizer is made"
+        )
     if not line:
-        names = (names[0] for w in units for names, p in zip(w.names, w.params, strict=True) if is_divided(p))
-        if (name := next(names, None)) is not None:
+        if name := next(iter(divided), ""):
             raise InvalidRequest(
                 f"parameter {name!r} is a DTensor, which several workers have together: say which workers are replicas "
                 "of each other, as in fully_shard(module, mesh=mesh['dp'])"
@@ -81,7 +87,7 @@ def _described(mesh: MeshLines, model: str, units: Sequence[WrappedUnit]) -> Lin
     for wrapped in units:
         boxes = []
         for spec, names, param in zip(wrapped.unit.parameters, wrapped.names, wrapped.params, strict=True):
-            ranks, shape, begin = place_of(param, neighbours)
+            ranks, shape, begin = extent_of(param, neighbours)
             if not numbers.keys() >= set(ranks):
                 raise InvalidRequest(
                     f"parameter {names[0]!r} is divided among ranks {list(ranks)}, and a replica is ranks "
@@ -92,6 +98,7 @@ def _described(mesh: MeshLines, model: str, units: Sequence[WrappedUnit]) -> Lin
                     names=names,
                     shape=tuple(box_of(param).shape),
                     dtype=spec.dtype,
+                    raw=spec.raw,
                     lines=tuple(sorted(numbers[rank] for rank in ranks)),
                     tensor_shape=shape,
                     begin=begin,

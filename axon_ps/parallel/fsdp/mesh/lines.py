@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class MeshLines:
     lines: tuple[tuple[int, ...], ...]
     replica: int
     rows: tuple[tuple[int, ...], ...]
+    _given: list[str] = field(default_factory=list, init=False, compare=False)
 
     @property
     def grouping(self) -> Grouping:
@@ -60,6 +61,7 @@ class MeshLines:
             Timeout: the workers of a line gave none.
         """
         key, text = _KEY.format(self.name, what), json.dumps(value).encode()
+        self._given.append(what)
         if not self.world.kv_compare_and_set(f"{key}/{self.own}", b"", text):
             first = self.world.kv_get(f"{key}/{self.own}") or b""
             if first != text:
@@ -73,9 +75,10 @@ class MeshLines:
             for line in range(len(self.lines))
         ]
 
-    def forget(self, what: str) -> None:
-        """Remove what this line gave to an exchange."""
-        self.world.kv_delete(f"{_KEY.format(self.name, what)}/{self.own}")
+    def forget(self) -> None:
+        """Remove what this line gave to exchanges, since the model is released."""
+        while self._given:
+            self.world.kv_delete(f"{_KEY.format(self.name, self._given.pop())}/{self.own}")
 
     @property
     def rank(self) -> int:

@@ -34,6 +34,7 @@ class Box:
         names: in the user's module, with those of tied parameters.
         shape: its shape on a worker.
         dtype: its dtype.
+        raw: whether it travels as its bits.
         lines: those among which its tensor is divided or replicated, ascending.
         tensor_shape: the shape of the tensor.
         begin: index in the tensor of the box's first element, in every dimension.
@@ -42,6 +43,7 @@ class Box:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: DType
+    raw: bool
     lines: tuple[int, ...]
     tensor_shape: tuple[int, ...]
     begin: tuple[int, ...]
@@ -118,7 +120,7 @@ class Union:
 
 
 _Tensor: TypeAlias = tuple[str, tuple[int, ...]]
-_Place: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+_Key: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A box: name and lines of its tensor, and its first element there."""
 
 
@@ -145,18 +147,18 @@ def union(lines: Sequence[Line]) -> Union:
         LayoutMismatch: two lines describe the same parameter differently, or wrap it differently.
         InvalidRequest: the boxes of a tensor do not cover it, or names are not unique.
     """
-    having: dict[_Place, list[int]] = {}
-    first: dict[_Place, tuple[Box, bool]] = {}
+    having: dict[_Key, list[int]] = {}
+    first: dict[_Key, tuple[Box, bool]] = {}
     for number, line in enumerate(lines):
         for unit in line.units:
             for box in unit.boxes:
-                having.setdefault(_place(box), []).append(number)
-                other, trainable = first.setdefault(_place(box), (box, unit.trainable))
+                having.setdefault(_key(box), []).append(number)
+                other, trainable = first.setdefault(_key(box), (box, unit.trainable))
                 if (other, trainable) != (box, unit.trainable):
                     raise LayoutMismatch(
-                        f"parameter {box.names[0]!r} is {_described(other, trainable)} on a worker of lines "
-                        f"{having[_place(box)]}, and {_described(box, unit.trainable)} on another; all workers that "
-                        "have it must build the same"
+                        f"parameter {box.names[0]!r} is {_described(other, trainable)} in line "
+                        f"{having[_key(box)][0]}, and {_described(box, unit.trainable)} in line {number}; all "
+                        "workers that have it must build the same"
                     )
     named = _named(first)
     units: list[Unit] = []
@@ -166,7 +168,7 @@ def union(lines: Sequence[Line]) -> Union:
     for number, line in enumerate(lines):
         for common in _divided(number, line, having):
             of = line.units[common.of]
-            parameters = [named[_place(of.boxes[i])] for i in common.boxes]
+            parameters = [named[_key(of.boxes[i])] for i in common.boxes]
             key = tuple(p.name for p in parameters)
             if key not in numbers:
                 if common.having[0] != number:
@@ -182,17 +184,17 @@ def union(lines: Sequence[Line]) -> Union:
     return Union(layout=Layout(units=tuple(units)), own=tuple(map(tuple, own)))
 
 
-def _divided(number: int, line: Line, having: Mapping[_Place, Sequence[int]]) -> Iterator[_Common]:
+def _divided(number: int, line: Line, having: Mapping[_Key, Sequence[int]]) -> Iterator[_Common]:
     """Yield the units of a line, divided by the lines that have their boxes, those of fewest lines first."""
     for of, unit in enumerate(line.units):
         found: dict[tuple[int, ...], list[int]] = {}
         for i, box in enumerate(unit.boxes):
-            found.setdefault(tuple(having[_place(box)]), []).append(i)
+            found.setdefault(tuple(having[_key(box)]), []).append(i)
         for lines in sorted(found, key=lambda lines: (len(lines), lines)):
             yield _Common(line=number, of=of, having=lines, boxes=tuple(found[lines]))
 
 
-def _unit_names(lines: Sequence[Line], having: Mapping[_Place, Sequence[int]]) -> dict[str, Iterator[str]]:
+def _unit_names(lines: Sequence[Line], having: Mapping[_Key, Sequence[int]]) -> dict[str, Iterator[str]]:
     """Return the names of the units that are made of those of one name: with a number if they are several."""
     count: Counter[str] = Counter()
     for number, line in enumerate(lines):
@@ -201,26 +203,29 @@ def _unit_names(lines: Sequence[Line], having: Mapping[_Place, Sequence[int]]) -
     return {name: iter([name] if n == 1 else [f"{name}@{i}" for i in range(n)]) for name, n in count.items()}
 
 
-def _named(boxes: Mapping[_Place, tuple[Box, bool]]) -> dict[_Place, Parameter]:
+def _named(boxes: Mapping[_Key, tuple[Box, bool]]) -> dict[_Key, Parameter]:
     """Return each box as a parameter at offset 0. See Note: [Names]."""
     groups: dict[str, set[tuple[int, ...]]] = {}
     begins: dict[_Tensor, list[tuple[int, ...]]] = {}
     for box, _ in boxes.values():
         groups.setdefault(box.names[0], set()).add(box.lines)
         begins.setdefault(box.tensor, []).append(box.begin)
-    found: dict[_Place, Parameter] = {}
-    for place, (box, _) in boxes.items():
+    found: dict[_Key, Parameter] = {}
+    for key, (box, _) in boxes.items():
         tensors = sorted(groups[box.names[0]])
         of_tensor = "" if len(tensors) == 1 else f"@{tensors.index(box.lines)}"
         name, *aliases = [name + of_tensor for name in box.names]
         if box.shape == box.tensor_shape:
-            found[place] = Parameter(name=name, shape=box.shape, offset=0, dtype=box.dtype, aliases=tuple(aliases))
+            found[key] = Parameter(
+                name=name, shape=box.shape, offset=0, dtype=box.dtype, aliases=tuple(aliases), raw=box.raw
+            )
             continue
-        found[place] = Parameter(
+        found[key] = Parameter(
             name=f"{name}@{sorted(begins[box.tensor]).index(box.begin)}",
             shape=box.shape,
             offset=0,
             dtype=box.dtype,
+            raw=box.raw,
             whole=Whole(name=name, shape=box.tensor_shape, begin=box.begin, aliases=tuple(aliases)),
         )
     return found
@@ -235,7 +240,7 @@ def _unit(name: str, parameters: Sequence[Parameter], *, trainable: bool) -> Uni
     return Unit(name=name, parameters=tuple(packed), trainable=trainable)
 
 
-def _place(box: Box) -> _Place:
+def _key(box: Box) -> _Key:
     return *box.tensor, box.begin
 
 
@@ -250,7 +255,7 @@ def _plain(value: Any) -> Any:
 
 def _box(value: Mapping[str, Any]) -> Box:
     numbers = {key: tuple(value[key]) for key in ("shape", "lines", "tensor_shape", "begin")}
-    return Box(names=tuple(value["names"]), dtype=DType(value["dtype"]), **numbers)
+    return Box(names=tuple(value["names"]), dtype=DType(value["dtype"]), raw=value["raw"], **numbers)
 
 
 __all__ = ["Box", "Line", "LineUnit", "OwnUnit", "Union", "union"]

@@ -218,7 +218,10 @@ class ReplicatedRuntime(Runtime):
         """See `Runtime.copy_from`. The masters change alike on every worker."""
         with torch.no_grad():
             for mine, theirs in zip(self._flats, other._flats, strict=True):
-                mine.master.mul_(1.0 - weight).add_(theirs.master.to(mine.master.device), alpha=weight)
+                if not mine.unit.raw:
+                    mine.master.mul_(1.0 - weight).add_(theirs.master.to(mine.master.device), alpha=weight)
+                elif weight == 1.0:
+                    mine.master.copy_(theirs.master)
         return self._made(0.0)
 
     def clip(self, max_norm: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ from axon_ps.parallel.fsdp.sources import GatheredUnit, ParameterSource, Pending
 from axon_ps.parallel.fsdp.steps import Position
 from axon_ps.parallel.fsdp.strategy import CPUOffload
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
-from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.parallel.precision import TORCH_DTYPES, view_of, views_of
 
 _ALWAYS: Position = (0, 0)
 """(epoch, version) of the values of a unit that is always current."""
@@ -60,15 +60,16 @@ class ReplicatedUnit(FlatUnit):
     def __init__(self, wrapped: WrappedUnit, wrapping: Wrapping) -> None:
         unit, device = wrapped.unit, wrapping.device
         master_device = device if wrapping.offload is CPUOffload.NONE else torch.device("cpu")
-        built = TORCH_DTYPES[unit.parameters[0].dtype]
-        self.swapped = built != wrapping.compute_of(unit) or master_device.type != device.type
+        built = torch.float32 if unit.raw else TORCH_DTYPES[unit.parameters[0].dtype]
+        casts = wrapping.computed(unit) is not unit or built != wrapping.flat_of(unit)
+        self.swapped = casts or master_device.type != device.type
         self._master = torch.zeros(unit.numel if self.swapped else 0, dtype=built, device=master_device)
         super().__init__(wrapped, LocalSource(self._master), wrapping, resident=not self.swapped)
         self.grads.stage_device = master_device
         self._master_grads: list[torch.Tensor | None] = [None] * len(self.params)
         if self.swapped:
             wrapping.meter.add(self._master.nbytes)
-            self._sharded_data = [self._master[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
+            self._sharded_data = views_of(self._master, self.unit)
             self._set_data(self._sharded_data)
             self._set_readable(False)  # writes between uses go to the masters
         else:
@@ -79,7 +80,10 @@ class ReplicatedUnit(FlatUnit):
 
     @property
     def master(self) -> torch.Tensor:
-        """built_dtype[unit_numel]; the values that the optimizer updates. See Note: [Values that the user sets]."""
+        """built_dtype[unit_numel]; the values that the optimizer updates. See Note: [Values that the user sets].
+
+        Those of raw parameters are words, f32[unit_numel].
+        """
         self.take_over()
         return self._master
 
@@ -101,7 +105,7 @@ class ReplicatedUnit(FlatUnit):
                 )
             view.copy_(given)
             if self.swapped and self.state.has_values:
-                self._master[spec.offset : spec.end].view(spec.shape).copy_(given)
+                view_of(self._master, spec).copy_(given)
             param.data = view
 
     def unshard(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Self
@@ -26,6 +26,7 @@ from axon_ps.parallel.fsdp.steps import Position, Steps, StepStatus
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.markers import profiled
 from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.traffic import BUFFERS
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome, StepResult
@@ -75,21 +76,10 @@ class ServerRuntime(Runtime):
         self._ticket: Ticket | None = None
         self._began: Position | None = None  # the version at which the step began
         self._optimizer = ServedOptimizer(wrapping, self._steps, lambda: self.version)
-        layout, pushed = wrapping.spec.layout, {flat.index for flat in self.flats if flat.pushes}
-        numbers = accumulate((len(unit.parameters) for unit in layout.units), initial=0)
-        first_parameter = dict(enumerate(numbers))
-        self._step = SentStep(
-            self._steps.gradients,
-            first_parameter,
-            self._grad_wire,
-            on_device=device is not None,
-            foreign=[
-                number
-                for number, (unit, _) in enumerate(layout.parameters())
-                if unit not in pushed and layout.units[unit].trainable
-            ],
-        )
-        self._speculation = Speculation(self.flats, first_parameter, self.gathering)
+        first, foreign = _numbers(wrapping.spec.layout, self.flats)
+        gradients, on_device = self._steps.gradients, device is not None
+        self._step = SentStep(gradients, first, self._grad_wire, on_device=on_device, foreign=foreign)
+        self._speculation = Speculation(self.flats, first, self.gathering)
         self.masters = ServedMasters(wrapping, client, self.flats)
         self._withdrawn: StepResult | None = None  # result of a withdrawn step, until the next forward
 
@@ -236,7 +226,7 @@ class ServerRuntime(Runtime):
         max_norm, factor, decision = self.sent.checked_max_norm(), self.sent.factor, None
         try:
             self._step.add_to_last()
-            for unit, flat in ((unit, flat) for unit in self.units for flat in unit.trained):
+            for unit, flat in ((owner, flat) for owner in self.units for flat in owner.trained):
                 if flat.grads.present or self._step.lacks(flat, self._zeroed):
                     self._push(flat)
                     self._speculation.gather(unit, flat)
@@ -400,6 +390,17 @@ class ServerRuntime(Runtime):
     def statistics(self) -> dict[str, float]:
         """See `Runtime.statistics`. The data plane's are `wire_*`."""
         return {**super().statistics(), **{f"wire_{k}": v for k, v in self._client.statistics().items()}}
+
+
+def _numbers(layout: Layout, flats: Iterable[FlatUnit]) -> tuple[dict[int, int], list[int]]:
+    """Return by unit the number of its first parameter, and the numbers of the parameters that others push.
+
+    In a mesh workers of other lines push the gradients of trainable parameters that this worker does not push.
+    """
+    first = dict(enumerate(accumulate((len(unit.parameters) for unit in layout.units), initial=0)))
+    pushed = {flat.index for flat in flats if flat.pushes}
+    numbered = enumerate(layout.parameters())
+    return first, [number for number, (unit, _) in numbered if unit not in pushed and layout.units[unit].trainable]
 
 
 def _weight(factor: float, ticket: Ticket) -> float | None:

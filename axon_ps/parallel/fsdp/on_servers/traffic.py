@@ -18,6 +18,7 @@ from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
 from axon_ps.parallel.precision import TORCH_DTYPES, MixedPrecision
+from axon_ps.sharding.layout import WORD_BYTES, Unit
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.sharding.traffic import ModuleBytes, node_traffic
 from axon_ps.types import Member, Membership
@@ -88,7 +89,7 @@ def estimate(
         nodes: number of nodes.
         gpus: True if workers have GPUs; None = as in this process if a world is given, or else True.
         options: of `FullyShardedDataParallel`: `unit_types`, `auto_wrap_policy`, `mixed_precision`, `cpu_offload`,
-            `ignored_parameters`.
+            `ignored_parameters`, `retain_frozen`.
 
     Raises:
         InvalidRequest: the module cannot be sharded, `workers` is not a multiple of `nodes`, or as of
@@ -107,7 +108,8 @@ def estimate(
     wire = precision.wire(wrap.widest_dtype(units))
     strategy, why = chosen(sizes, gpus=gpus)
     offloads = known["cpu_offload"].offloads_params
-    rows = traffic(units, precision, wire, max(sizes), offloads=offloads, on_device=gpus)
+    retains = known.get("retain_frozen", True)
+    rows = traffic(units, precision, wire, max(sizes), offloads=offloads, on_device=gpus, retains=retains)
     return TrafficEstimate(rows=rows, strategy=strategy, why=why)
 
 
@@ -119,6 +121,7 @@ def traffic(
     *,
     offloads: bool,
     on_device: bool,
+    retains: bool = True,
     parts: int = 1,
 ) -> tuple[NodeTraffic, ...]:
     """Compute the traffic of a node of `workers` workers.
@@ -130,6 +133,7 @@ def traffic(
         workers: G.
         offloads: True if FULL_SHARD has copies of the parameters on the host.
         on_device: True if parameters compute on a GPU.
+        retains: True if frozen units stay under FULL_SHARD.
         parts: parts of the node that are a node each to HYBRID_SHARD.
     """
     by_owner: dict[str, list[wrap.WrappedUnit]] = {"": []}
@@ -139,21 +143,18 @@ def traffic(
         TORCH_DTYPES[wire.param] if wire.param_compression is None else precision.compute(wrap.widest_dtype(units))
     )
 
-    def module_bytes(owned: Sequence[wrap.WrappedUnit]) -> ModuleBytes:
-        own = [wrapped.unit for wrapped in owned]
-        dtypes = [precision.compute(TORCH_DTYPES[unit.parameters[0].dtype]) for unit in own]
-        return ModuleBytes.of(
-            own,
-            wire,
-            flat=sum(unit.numel * dtype.itemsize for unit, dtype in zip(own, dtypes, strict=True)),
-            buffers=sum(
-                unit.numel * arriving.itemsize
-                for unit, dtype in zip(own, dtypes, strict=True)
-                if on_device or dtype != arriving
-            ),
-        )
+    def flat_bytes(unit: Unit) -> tuple[int, int]:
+        """Return the bytes of a unit as it computes, and of a buffer for its values."""
+        if unit.raw:
+            return unit.numel * WORD_BYTES, unit.numel * WORD_BYTES if on_device else 0
+        dtype = precision.compute(TORCH_DTYPES[unit.parameters[0].dtype])
+        return unit.numel * dtype.itemsize, unit.numel * arriving.itemsize if on_device or dtype != arriving else 0
 
-    found = node_traffic([module_bytes(owned) for owned in by_owner.values()], workers, offloads=offloads, parts=parts)
+    modules = [
+        ModuleBytes.of([(w.unit, *flat_bytes(w.unit)) for w in owned], wire, retains=retains)
+        for owned in by_owner.values()
+    ]
+    found = node_traffic(modules, workers, offloads=offloads, parts=parts)
     return tuple(
         NodeTraffic(strategy=ShardingStrategy[name], received_bytes=received, sent_bytes=sent)
         for name, (received, sent) in found.items()
@@ -198,7 +199,10 @@ def log_choice(wrapping: wrap.Wrapping, units: tuple[wrap.WrappedUnit, ...], mem
     offloads, on_device = wrapping.offload.offloads_params, wrapping.on_device
     parts = workers // wrapping.node_size if wrapping.strategy is _HYBRID else 1
     wire = wrapping.spec.precision
-    rows = traffic(units, wrapping.precision, wire, workers, offloads=offloads, on_device=on_device, parts=parts)
+    retains = wrapping.retain_frozen
+    rows = traffic(
+        units, wrapping.precision, wire, workers, offloads=offloads, on_device=on_device, retains=retains, parts=parts
+    )
     if why:
         listed = "; ".join(map(str, rows))
         _logger.info("model %r: %s, since %s. A node and step: %s", wrapping.name, wrapping.strategy.name, why, listed)

@@ -1,4 +1,7 @@
-"""Gradients that stay on this worker: those inside `no_sync()`, and those of all but the last micro-batch of a step."""
+"""Gradients that stay on this worker: those inside `no_sync()`, and those of all but the last micro-batch of a step.
+
+`FSDPModule.set_requires_gradient_sync` may choose units whose gradients stay, while those of others are sent.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ class Accumulation:
 
     Attributes:
         syncing: True if gradients are pushed; False inside `no_sync()`.
+        local: numbers of the units whose gradients stay here although others are pushed.
         batch: the batch of the next backward's gradients, if a loader deals the samples; see `begin`.
     """
 
@@ -32,6 +36,7 @@ class Accumulation:
         self._meter = meter
         self._stages = stages
         self.syncing = True
+        self.local: frozenset[int] = frozenset()
         self.batch: StepBatch | None = None
 
     def begin(self, batch: StepBatch, *, adds: bool) -> None:
@@ -70,10 +75,17 @@ class Accumulation:
         """True if this worker's gradient of the step is a sum over several batches, which must not be dropped."""
         return self.batch is not None and self.batch.count > 1
 
+    def pushes(self, unit: int) -> bool:
+        """Return True if complete gradients of a unit are pushed now."""
+        return self._syncs(unit) and not self.goes_on
+
     @property
-    def pushes(self) -> bool:
-        """True if complete gradients are pushed now."""
-        return self.syncing and not self.goes_on
+    def has_local(self) -> bool:
+        """True if there are gradients of units whose gradients are to stay here."""
+        return any(flat.grads.present for flat in self._flats if not self._syncs(flat.index))
+
+    def _syncs(self, unit: int) -> bool:
+        return self.syncing and unit not in self.local
 
     @property
     def stages(self) -> bool:
