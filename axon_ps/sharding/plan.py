@@ -209,7 +209,7 @@ class Move:
         begin = self.begin - target.offset
         first, last = raw.elements_in(target, begin, begin + self.target_numel)
         numbers = raw.numbers_of(values, source, self.source_begin - source.offset, first, last)
-        return raw.words_of(numbers, target, first, begin, begin + self.target_numel)
+        return raw.stored_as(numbers, target, first, begin, begin + self.target_numel)
 
 
 def moves_into(target: Slice, new: Layout, old: Layout) -> tuple[Move, ...]:
@@ -260,7 +260,7 @@ def _converting(source_unit: int, source: Parameter, unit: int, target: Paramete
             f"{target.dtype.torch_name} in the model; only floating-point parameters are converted"
         )
     elements = raw.elements_in(target, begin - target.offset, end - target.offset)
-    first, last = raw.words_with(source, *elements)
+    first, last = raw.range_with(source, *elements)
     return Move(
         source_unit=source_unit,
         source_begin=source.offset + first,

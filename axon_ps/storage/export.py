@@ -16,7 +16,7 @@ from safetensors import deserialize
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import LongWork
 from axon_ps.sharding import raw
-from axon_ps.sharding.layout import WORD_BYTES, Parameter
+from axon_ps.sharding.layout import ELEMENT_BYTES, Parameter
 from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.contents import OpenSlices, open_slices, read_attached
 from axon_ps.storage.files import FileStore, open_store
@@ -192,7 +192,7 @@ def _values(source: OpenSlices, unit: int, parameter: Parameter, dtype: DType) -
             source.read_into(owned, first, values)
             at = first - parameter.offset
             if parameter.raw and dtype is parameter.dtype:
-                yield values.view(np.uint8)[: parameter.nbytes - at * WORD_BYTES]
+                yield values.view(np.uint8)[: parameter.nbytes - at * ELEMENT_BYTES]
             else:
                 elements = raw.elements_in(parameter, at, at + values.size)
                 yield raw.encoded_as(raw.numbers_of(values, parameter, at, *elements), dtype)

@@ -32,7 +32,7 @@ from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
 from axon_ps.parallel.fsdp.gathering import BUFFERS
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
-from axon_ps.sharding.layout import WORD_BYTES
+from axon_ps.sharding.layout import ELEMENT_BYTES
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Member, Membership
 from axon_ps.worker.world import World
@@ -149,11 +149,11 @@ def traffic(
     pulled, pushed = param_bytes * trainable, precision.grad.itemsize * trainable
     by_unit, gathered = Counter[str](), Counter[str]()
     for wrapped in units:
-        size_bytes = wrapped.unit.numel * (WORD_BYTES if wrapped.unit.raw else param_bytes)
+        size_bytes = wrapped.unit.numel * (ELEMENT_BYTES if wrapped.unit.raw else param_bytes)
         by_unit[wrapped.owner] += size_bytes
         gathered[wrapped.owner] += size_bytes if wrapped.unit.trainable or not retains else 0
-    kept_bytes = _kept_bytes([(by_unit[o], gathered[o]) for o in by_unit if o])
-    twice = 2 * gathered.total() - gathered[""] - kept_bytes
+    staying_bytes = _staying_bytes([(by_unit[o], gathered[o]) for o in by_unit if o])
+    twice = 2 * gathered.total() - gathered[""] - staying_bytes
     rows = {
         _FULL: (workers * (pulled if offloads else twice), workers * pushed),
         ShardingStrategy.SHARD_GRAD_OP: (workers * pulled, workers * pushed),
@@ -165,7 +165,7 @@ def traffic(
     )
 
 
-def _kept_bytes(inner: Sequence[tuple[int, int]]) -> int:
+def _staying_bytes(inner: Sequence[tuple[int, int]]) -> int:
     """Return the bytes that stay from forward to backward.
 
     Args:
