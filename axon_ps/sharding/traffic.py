@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from axon_ps.compress.compressor import Compressor
-from axon_ps.sharding.layout import WORD_BYTES, Unit
+from axon_ps.sharding.layout import ELEMENT_BYTES, Unit
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType
 
@@ -69,7 +69,7 @@ class ModuleBytes:
 
 def unit_bytes(precision: WirePrecision, unit: Unit) -> int:
     """Return the bytes of a unit on its way from servers."""
-    return unit.numel * WORD_BYTES if unit.raw else gathered_bytes(precision, unit.numel)
+    return unit.numel * ELEMENT_BYTES if unit.raw else gathered_bytes(precision, unit.numel)
 
 
 def gathered_bytes(precision: WirePrecision, numel: int) -> int:

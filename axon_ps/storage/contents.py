@@ -149,7 +149,7 @@ class OpenSlices:
         for row, first in itertools.product(range(move.rows), range(0, move.numel, BLOCK_NUMEL)):
             at = move.source_begin + row * move.source_step + first
             last = at + min(BLOCK_NUMEL, move.numel - first)
-            words, end = raw.words_with(source, at, last)
+            words, end = raw.range_with(source, at, last)
             values = np.empty(end - words, np.float32)
             run = Move(
                 source_unit=move.source_unit, source_begin=source.offset + words, unit=0, begin=0, numel=end - words

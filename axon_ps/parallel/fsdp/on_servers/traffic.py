@@ -18,7 +18,7 @@ from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
 from axon_ps.parallel.precision import TORCH_DTYPES, MixedPrecision
-from axon_ps.sharding.layout import WORD_BYTES, Unit
+from axon_ps.sharding.layout import ELEMENT_BYTES, Unit
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.sharding.traffic import ModuleBytes, node_traffic
 from axon_ps.types import Member, Membership
@@ -146,7 +146,7 @@ def traffic(
     def flat_bytes(unit: Unit) -> tuple[int, int]:
         """Return the bytes of a unit as it computes, and of a buffer for its values."""
         if unit.raw:
-            return unit.numel * WORD_BYTES, unit.numel * WORD_BYTES if on_device else 0
+            return unit.numel * ELEMENT_BYTES, unit.numel * ELEMENT_BYTES if on_device else 0
         dtype = precision.compute(TORCH_DTYPES[unit.parameters[0].dtype])
         return unit.numel * dtype.itemsize, unit.numel * arriving.itemsize if on_device or dtype != arriving else 0
 
