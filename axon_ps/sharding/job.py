@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, first_difference
 from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
@@ -42,6 +43,11 @@ class JobSpec:
                 f"with {self.policy} others commit any number of versions between two gathers of a worker; use int8 or "
                 "a dtype for parameters (wire_dtype), or the policy Synchronous"
             )
+
+    def param_compression(self, unit: int) -> Compressor | None:
+        """Return the compressor of a unit's parameters; None = they are not compressed."""
+        how = self.precision.param_compression
+        return how and how.of([(p.numel, p.float8) for p in self.layout.units[unit].parameters])
 
     @property
     def described(self) -> str:
@@ -87,7 +93,7 @@ class JobSpec:
         if len(ours) != len(theirs):
             return f"it has {len(ours)} units and the other {len(theirs)}; wrap both models alike"
         for a, b in zip(ours, theirs, strict=True):
-            here, there = ([(p.name, tuple(p.shape)) for p in unit.parameters] for unit in (a, b))
+            here, there = ([(p.name, tuple(p.shape), p.float8) for p in unit.parameters] for unit in (a, b))
             if here != there:
                 what = next((p for p, q in zip(here, there, strict=False) if p != q), None)
                 which = f"parameter {what[0]!r} of shape {list(what[1])}" if what else f"{len(here)} parameters"

@@ -31,6 +31,7 @@ class Parameter:
         offset: index of its first element in its unit.
         dtype: its dtype in the user's model. Masters are always f32.
         aliases: further names of the same tensor (tied weights).
+        float8: whether it travels as float8 with one scale (`compress.float8`). Then it is on one server.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Parameter:
     offset: int
     dtype: DType = DType.F32
     aliases: tuple[str, ...] = ()
+    float8: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -62,6 +64,11 @@ class Unit:
     def numel(self) -> int:
         """Elements of the unit."""
         return sum(p.numel for p in self.parameters)
+
+    @cached_property
+    def has_float8(self) -> bool:
+        """True if a parameter travels as float8."""
+        return any(p.float8 for p in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +167,9 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
                 return f"parameter {p.name!r} has dtype {p.dtype.value} here and {q.dtype.value} in the job"
             if p.aliases != q.aliases:
                 return f"parameter {p.name!r} is tied to {list(p.aliases)} here and to {list(q.aliases)} in the job"
+            if p.float8 != q.float8:
+                ours_, theirs_ = ("float8" if travels else "other numbers" for travels in (p.float8, q.float8))
+                return f"parameter {p.name!r} travels as {ours_} here and as {theirs_} in the job"
         if len(a.parameters) != len(b.parameters):
             return f"unit {a.name!r} has {len(a.parameters)} parameters here and {len(b.parameters)} in the job"
     if len(ours.units) != len(theirs.units):

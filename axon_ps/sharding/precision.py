@@ -52,6 +52,11 @@ class WirePrecision:
         """True if parameters are sent as differences; see `Compressor.differences`."""
         return self.param_compression is not None and self.param_compression.differences
 
+    @property
+    def by_tensor(self) -> bool:
+        """True if parameters are compressed by tensor; see `Compressor.by_tensor`."""
+        return self.param_compression is not None and self.param_compression.by_tensor
+
     def __post_init__(self) -> None:
         for what, dtype, compression in (
             ("parameters", self.param, self.param_compression),

@@ -163,7 +163,12 @@ def layout_to_proto(layout: Layout) -> common_pb2.Layout:
                 trainable=unit.trainable,
                 parameters=[
                     common_pb2.Parameter(
-                        name=p.name, shape=p.shape, offset=p.offset, dtype=dtype_to_proto(p.dtype), aliases=p.aliases
+                        name=p.name,
+                        shape=p.shape,
+                        offset=p.offset,
+                        dtype=dtype_to_proto(p.dtype),
+                        aliases=p.aliases,
+                        float8=p.float8,
                     )
                     for p in unit.parameters
                 ],
@@ -422,4 +427,5 @@ def _parameter(message: common_pb2.Parameter) -> Parameter:
         offset=message.offset,
         dtype=dtype_from_proto(message.dtype),
         aliases=tuple(name_from_proto(a, "a parameter's alias") for a in message.aliases),
+        float8=message.float8,
     )

@@ -26,7 +26,7 @@ from axon_ps.wire.v1 import lease_pb2 as axon__ps_dot_wire_dot_v1_dot_lease__pb2
 from axon_ps.wire.v1 import policy_pb2 as axon__ps_dot_wire_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61xon_ps/wire/v1/common.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1b\x61xon_ps/wire/v1/lease.proto\x1a\x1c\x61xon_ps/wire/v1/policy.proto\"\x8c\x01\n\x0b\x43\x61llContext\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\r\x12\x11\n\tplacement\x18\x05 \x01(\x04\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x10\n\x08state_id\x18\x07 \x01(\t\"p\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12%\n\x05\x64type\x18\x04 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x0f\n\x07\x61liases\x18\x05 \x03(\t\"W\n\x04Unit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\nparameters\x18\x02 \x03(\x0b\x32\x1a.axon_ps.wire.v1.Parameter\x12\x11\n\ttrainable\x18\x03 \x01(\x08\".\n\x06Layout\x12$\n\x05units\x18\x01 \x03(\x0b\x32\x15.axon_ps.wire.v1.Unit\"=\n\x04Turn\x12\x0f\n\x07replica\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x15\n\rslowest_clock\x18\x03 \x01(\x04\"\x93\x01\n\x0b\x43ompression\x12\x0c\n\x04name\x18\x03 \x01(\t\x12:\n\x07options\x18\x04 \x03(\x0b\x32).axon_ps.wire.v1.Compression.OptionsEntry\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"\xfb\x02\n\x07JobSpec\x12\'\n\x06layout\x18\x01 \x01(\x0b\x32\x17.axon_ps.wire.v1.Layout\x12+\n\x0bparam_dtype\x18\x02 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12*\n\ngrad_dtype\x18\x03 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x13\n\x0b\x63hunk_numel\x18\x04 \x01(\r\x12\x17\n\x0fmin_slice_numel\x18\x05 \x01(\x04\x12\x17\n\x0freplica_is_node\x18\x06 \x01(\x08\x12\x37\n\x11param_compression\x18\x07 \x01(\x0b\x32\x1c.axon_ps.wire.v1.Compression\x12\x36\n\x10grad_compression\x18\x08 \x01(\x0b\x32\x1c.axon_ps.wire.v1.Compression\x12\'\n\x06policy\x18\n \x01(\x0b\x32\x17.axon_ps.wire.v1.Policy\x12\r\n\x05model\x18\x0b \x01(\t\"j\n\x05Hyper\x12\x32\n\x06values\x18\x01 \x03(\x0b\x32\".axon_ps.wire.v1.Hyper.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x80\x01\n\rOptimizerSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x06groups\x18\x02 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x10\n\x08group_of\x18\x03 \x03(\x05\x12\'\n\x07moments\x18\x04 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\"]\n\x0fOptimizerChange\x12\x31\n\toptimizer\x18\x01 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x17\n\x0fretains_moments\x18\x02 \x01(\x08\"\x8b\x03\n\x05\x43hunk\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04unit\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\r\n\x05numel\x18\x06 \x01(\x04\x12%\n\x05\x64type\x18\x07 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x0f\n\x07replica\x18\x08 \x01(\r\x12\x0e\n\x06\x61\x62sent\x18\t \x01(\x08\x12\x12\n\ncompressed\x18\n \x01(\x08\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12\x0b\n\x03\x65nd\x18\x0e \x01(\x04\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x12%\n\x05lease\x18\x10 \x01(\x0b\x32\x16.axon_ps.wire.v1.Lease\x12\x13\n\x06\x64igest\x18\x11 \x01(\x06H\x00\x88\x01\x01\x12\x11\n\x04\x62\x61se\x18\x12 \x01(\x04H\x01\x88\x01\x01\x42\t\n\x07_digestB\x07\n\x05_baseJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eR\x06leasesR\x07mapping\"@\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04*\xb7\x01\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nD_TYPE_F32\x10\x01\x12\x0f\n\x0b\x44_TYPE_BF16\x10\x02\x12\x0e\n\nD_TYPE_F16\x10\x03\x12\x0e\n\nD_TYPE_F64\x10\x04\x12\x0e\n\nD_TYPE_I64\x10\x05\x12\x0e\n\nD_TYPE_I32\x10\x06\x12\r\n\tD_TYPE_U8\x10\x07\x12\x0f\n\x0b\x44_TYPE_BOOL\x10\x08\x12\x15\n\x11\x44_TYPE_INT8_BLOCK\x10\t*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_WORKER\x10\x01\x12\x0e\n\nROLE_SHARD\x10\x02*[\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_COMMIT\x10\x01\x12\x10\n\x0cOUTCOME_SKIP\x10\x02\x12\x11\n\rOUTCOME_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61xon_ps/wire/v1/common.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1b\x61xon_ps/wire/v1/lease.proto\x1a\x1c\x61xon_ps/wire/v1/policy.proto\"\x8c\x01\n\x0b\x43\x61llContext\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\r\x12\x11\n\tplacement\x18\x05 \x01(\x04\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x10\n\x08state_id\x18\x07 \x01(\t\"\x80\x01\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12%\n\x05\x64type\x18\x04 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x0f\n\x07\x61liases\x18\x05 \x03(\t\x12\x0e\n\x06\x66loat8\x18\x08 \x01(\x08\"W\n\x04Unit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\nparameters\x18\x02 \x03(\x0b\x32\x1a.axon_ps.wire.v1.Parameter\x12\x11\n\ttrainable\x18\x03 \x01(\x08\".\n\x06Layout\x12$\n\x05units\x18\x01 \x03(\x0b\x32\x15.axon_ps.wire.v1.Unit\"=\n\x04Turn\x12\x0f\n\x07replica\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x15\n\rslowest_clock\x18\x03 \x01(\x04\"\x93\x01\n\x0b\x43ompression\x12\x0c\n\x04name\x18\x03 \x01(\t\x12:\n\x07options\x18\x04 \x03(\x0b\x32).axon_ps.wire.v1.Compression.OptionsEntry\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"\xfb\x02\n\x07JobSpec\x12\'\n\x06layout\x18\x01 \x01(\x0b\x32\x17.axon_ps.wire.v1.Layout\x12+\n\x0bparam_dtype\x18\x02 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12*\n\ngrad_dtype\x18\x03 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x13\n\x0b\x63hunk_numel\x18\x04 \x01(\r\x12\x17\n\x0fmin_slice_numel\x18\x05 \x01(\x04\x12\x17\n\x0freplica_is_node\x18\x06 \x01(\x08\x12\x37\n\x11param_compression\x18\x07 \x01(\x0b\x32\x1c.axon_ps.wire.v1.Compression\x12\x36\n\x10grad_compression\x18\x08 \x01(\x0b\x32\x1c.axon_ps.wire.v1.Compression\x12\'\n\x06policy\x18\n \x01(\x0b\x32\x17.axon_ps.wire.v1.Policy\x12\r\n\x05model\x18\x0b \x01(\t\"j\n\x05Hyper\x12\x32\n\x06values\x18\x01 \x03(\x0b\x32\".axon_ps.wire.v1.Hyper.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x80\x01\n\rOptimizerSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x06groups\x18\x02 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x10\n\x08group_of\x18\x03 \x03(\x05\x12\'\n\x07moments\x18\x04 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\"]\n\x0fOptimizerChange\x12\x31\n\toptimizer\x18\x01 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x17\n\x0fretains_moments\x18\x02 \x01(\x08\"\x8b\x03\n\x05\x43hunk\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04unit\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\r\n\x05numel\x18\x06 \x01(\x04\x12%\n\x05\x64type\x18\x07 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x0f\n\x07replica\x18\x08 \x01(\r\x12\x0e\n\x06\x61\x62sent\x18\t \x01(\x08\x12\x12\n\ncompressed\x18\n \x01(\x08\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12\x0b\n\x03\x65nd\x18\x0e \x01(\x04\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x12%\n\x05lease\x18\x10 \x01(\x0b\x32\x16.axon_ps.wire.v1.Lease\x12\x13\n\x06\x64igest\x18\x11 \x01(\x06H\x00\x88\x01\x01\x12\x11\n\x04\x62\x61se\x18\x12 \x01(\x04H\x01\x88\x01\x01\x42\t\n\x07_digestB\x07\n\x05_baseJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eR\x06leasesR\x07mapping\"@\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04*\xb7\x01\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nD_TYPE_F32\x10\x01\x12\x0f\n\x0b\x44_TYPE_BF16\x10\x02\x12\x0e\n\nD_TYPE_F16\x10\x03\x12\x0e\n\nD_TYPE_F64\x10\x04\x12\x0e\n\nD_TYPE_I64\x10\x05\x12\x0e\n\nD_TYPE_I32\x10\x06\x12\r\n\tD_TYPE_U8\x10\x07\x12\x0f\n\x0b\x44_TYPE_BOOL\x10\x08\x12\x15\n\x11\x44_TYPE_INT8_BLOCK\x10\t*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_WORKER\x10\x01\x12\x0e\n\nROLE_SHARD\x10\x02*[\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_COMMIT\x10\x01\x12\x10\n\x0cOUTCOME_SKIP\x10\x02\x12\x11\n\rOUTCOME_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,38 +37,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPRESSION_OPTIONSENTRY']._serialized_options = b'8\001'
   _globals['_HYPER_VALUESENTRY']._loaded_options = None
   _globals['_HYPER_VALUESENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=1896
-  _globals['_DTYPE']._serialized_end=2079
-  _globals['_ROLE']._serialized_start=2081
-  _globals['_ROLE']._serialized_end=2142
-  _globals['_OUTCOME']._serialized_start=2144
-  _globals['_OUTCOME']._serialized_end=2235
+  _globals['_DTYPE']._serialized_start=1913
+  _globals['_DTYPE']._serialized_end=2096
+  _globals['_ROLE']._serialized_start=2098
+  _globals['_ROLE']._serialized_end=2159
+  _globals['_OUTCOME']._serialized_start=2161
+  _globals['_OUTCOME']._serialized_end=2252
   _globals['_CALLCONTEXT']._serialized_start=109
   _globals['_CALLCONTEXT']._serialized_end=249
-  _globals['_PARAMETER']._serialized_start=251
-  _globals['_PARAMETER']._serialized_end=363
-  _globals['_UNIT']._serialized_start=365
-  _globals['_UNIT']._serialized_end=452
-  _globals['_LAYOUT']._serialized_start=454
-  _globals['_LAYOUT']._serialized_end=500
-  _globals['_TURN']._serialized_start=502
-  _globals['_TURN']._serialized_end=563
-  _globals['_COMPRESSION']._serialized_start=566
-  _globals['_COMPRESSION']._serialized_end=713
-  _globals['_COMPRESSION_OPTIONSENTRY']._serialized_start=655
-  _globals['_COMPRESSION_OPTIONSENTRY']._serialized_end=701
-  _globals['_JOBSPEC']._serialized_start=716
-  _globals['_JOBSPEC']._serialized_end=1095
-  _globals['_HYPER']._serialized_start=1097
-  _globals['_HYPER']._serialized_end=1203
-  _globals['_HYPER_VALUESENTRY']._serialized_start=1158
-  _globals['_HYPER_VALUESENTRY']._serialized_end=1203
-  _globals['_OPTIMIZERSPEC']._serialized_start=1206
-  _globals['_OPTIMIZERSPEC']._serialized_end=1334
-  _globals['_OPTIMIZERCHANGE']._serialized_start=1336
-  _globals['_OPTIMIZERCHANGE']._serialized_end=1429
-  _globals['_CHUNK']._serialized_start=1432
-  _globals['_CHUNK']._serialized_end=1827
-  _globals['_ERRORDETAIL']._serialized_start=1829
-  _globals['_ERRORDETAIL']._serialized_end=1893
+  _globals['_PARAMETER']._serialized_start=252
+  _globals['_PARAMETER']._serialized_end=380
+  _globals['_UNIT']._serialized_start=382
+  _globals['_UNIT']._serialized_end=469
+  _globals['_LAYOUT']._serialized_start=471
+  _globals['_LAYOUT']._serialized_end=517
+  _globals['_TURN']._serialized_start=519
+  _globals['_TURN']._serialized_end=580
+  _globals['_COMPRESSION']._serialized_start=583
+  _globals['_COMPRESSION']._serialized_end=730
+  _globals['_COMPRESSION_OPTIONSENTRY']._serialized_start=672
+  _globals['_COMPRESSION_OPTIONSENTRY']._serialized_end=718
+  _globals['_JOBSPEC']._serialized_start=733
+  _globals['_JOBSPEC']._serialized_end=1112
+  _globals['_HYPER']._serialized_start=1114
+  _globals['_HYPER']._serialized_end=1220
+  _globals['_HYPER_VALUESENTRY']._serialized_start=1175
+  _globals['_HYPER_VALUESENTRY']._serialized_end=1220
+  _globals['_OPTIMIZERSPEC']._serialized_start=1223
+  _globals['_OPTIMIZERSPEC']._serialized_end=1351
+  _globals['_OPTIMIZERCHANGE']._serialized_start=1353
+  _globals['_OPTIMIZERCHANGE']._serialized_end=1446
+  _globals['_CHUNK']._serialized_start=1449
+  _globals['_CHUNK']._serialized_end=1844
+  _globals['_ERRORDETAIL']._serialized_start=1846
+  _globals['_ERRORDETAIL']._serialized_end=1910
 # @@protoc_insertion_point(module_scope)

@@ -71,18 +71,20 @@ class CallContext(_message.Message):
     def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., traceparent: _Optional[str] = ..., state_id: _Optional[str] = ...) -> None: ...
 
 class Parameter(_message.Message):
-    __slots__ = ("name", "shape", "offset", "dtype", "aliases")
+    __slots__ = ("name", "shape", "offset", "dtype", "aliases", "float8")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
+    FLOAT8_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     offset: int
     dtype: DType
     aliases: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., aliases: _Optional[_Iterable[str]] = ...) -> None: ...
+    float8: bool
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., aliases: _Optional[_Iterable[str]] = ..., float8: bool = ...) -> None: ...
 
 class Unit(_message.Message):
     __slots__ = ("name", "parameters", "trainable")
