@@ -134,6 +134,7 @@ class Float8Tensors(Compressor):
     """
 
     name = Float8.name
+    by_tensor = True
 
     def __init__(self, pieces: tuple[Piece, ...], rest: DType) -> None:
         self.pieces = pieces

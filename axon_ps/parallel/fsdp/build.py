@@ -18,6 +18,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork
 from axon_ps.parallel.checkpoints.buffers import ModuleBuffers, ServedBuffers
+from axon_ps.parallel import float8
 from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.parallel.fsdp.arguments import Arguments
@@ -55,10 +56,12 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
     Raises:
         Misuse, InvalidRequest: as of `FullyShardedDataParallel`.
     """
-    module, mixed, group = given.module, given.mixed_precision, current_group(group)
+    module, group = given.module, current_group(group)
+    mixed = float8.precision_for(module, given.mixed_precision)
     world = world_of(group)
     members = world.membership.workers
     wrap.refuse_wrapped(module, "FSDP")
+    float8.make_plain(module)
     wrap.refuse_sparse(module, given.ignored_parameters)
     is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
     wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
@@ -71,8 +74,10 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
     node_size = checked_node_size(given.intra_node_size, strategy, members)
     wrap.refuse_shared_memory(module, wrapped_units)
     built = wrap.widest_dtype(wrapped_units)
-    layout = wrap.layout_of(wrapped_units)
     precision = mixed.wire(built)
+    if precision.by_tensor:
+        wrapped_units = float8.marked(module, wrapped_units)
+    layout = wrap.layout_of(wrapped_units)
     if replicated and (precision.param_compression or precision.grad_compression):
         raise InvalidRequest(
             "NO_SHARD moves nothing to the shard servers that could be compressed; give MixedPrecision dtypes, or "

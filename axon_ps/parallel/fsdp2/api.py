@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel import float8
 from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.ddp.torch_arguments import mesh_sizes
 from axon_ps.parallel.fsdp.arguments import understood
@@ -76,6 +77,7 @@ def fully_shard(
     for one in given:
         _check(one)
     for one in given:
+        float8.make_plain(one)
         mark(one, options)
         modules.convert(one)
         _cast_at(one, options.precision)

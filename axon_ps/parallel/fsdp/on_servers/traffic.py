@@ -1,10 +1,10 @@
 """The bytes that the workers of a node exchange with shard servers in a step, and the strategy chosen by them.
 
 P    parameters of the model, T of them trainable; r the root; b the last two units, which stay for backward
-w    bytes of an element as gathered, g of a gradient as sent, without compression; G workers of a node
+w    bytes of an element as gathered, g of a gradient as sent, compressed if they are; G workers of a node
 
 strategy        from the servers                              to the servers
-FULL_SHARD      G·w·(2P - r - b); with PARAMS G·w·T           G·g·T
+FULL_SHARD      G·w·(2P - r - b); with PARAMS or int4 G·w·T   G·g·T
 SHARD_GRAD_OP   G·w·T                                         G·g·T
 HYBRID_SHARD    w·T                                           g·T
 
@@ -24,12 +24,15 @@ import torch
 from torch import nn
 
 from axon_ps.collectives import cuda
+from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel import float8
 from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
+from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import Member, Membership
+from axon_ps.types import DType, Member, Membership
 from axon_ps.worker.world import World
 
 _logger = logging.getLogger(__name__)
@@ -110,7 +113,9 @@ def estimate(
     is_unit = known["auto_wrap_policy"] or (lambda child: isinstance(child, known["unit_types"]))
     units = wrap.partition(module, is_unit, known.get("ignored_parameters", ()))
     sizes = [workers // nodes] * nodes if world is None else _sizes(world.membership.workers)
-    precision = known["mixed_precision"].wire(wrap.widest_dtype(units))
+    precision = float8.precision_for(module, known["mixed_precision"]).wire(wrap.widest_dtype(units))
+    if precision.by_tensor:
+        units = float8.marked(module, units)
     strategy, why = chosen(sizes, gpus=gpus)
     rows = traffic(units, precision, max(sizes), offloads=known["cpu_offload"].offloads_params)
     return TrafficEstimate(rows=rows, strategy=strategy, why=why)
@@ -127,25 +132,30 @@ def traffic(
         workers: G.
         offloads: True if FULL_SHARD has copies of the parameters on the host.
     """
-    by_owner = Counter[str]()
+    by_owner, trainable, sent = Counter[str](), 0, 0
     for wrapped in units:
-        by_owner[wrapped.owner] += wrapped.unit.numel
-    inner = [numel for owner, numel in by_owner.items() if owner]
-    trainable = sum(wrapped.unit.numel for wrapped in units if wrapped.unit.trainable)
+        size_bytes = _bytes_of(wrapped.unit, precision.param, precision.param_compression)
+        by_owner[wrapped.owner] += size_bytes
+        if wrapped.unit.trainable:
+            trainable += size_bytes
+            sent += _bytes_of(wrapped.unit, precision.grad, precision.grad_compression)
+    inner = [size_bytes for owner, size_bytes in by_owner.items() if owner]
     gathered_twice = 2 * by_owner.total() - by_owner[""] - sum(inner[-2:])
-    numels = {
-        _FULL: (workers * (trainable if offloads else gathered_twice), workers * trainable),
-        ShardingStrategy.SHARD_GRAD_OP: (workers * trainable, workers * trainable),
-        _HYBRID: (trainable, trainable),
+    sizes = {
+        _FULL: (workers * (trainable if offloads or precision.differs else gathered_twice), workers * sent),
+        ShardingStrategy.SHARD_GRAD_OP: (workers * trainable, workers * sent),
+        _HYBRID: (trainable, sent),
     }
     return tuple(
-        NodeTraffic(
-            strategy=strategy,
-            received_bytes=precision.param.itemsize * received,
-            sent_bytes=precision.grad.itemsize * sent,
-        )
-        for strategy, (received, sent) in numels.items()
+        NodeTraffic(strategy=strategy, received_bytes=into, sent_bytes=out) for strategy, (into, out) in sizes.items()
     )
+
+
+def _bytes_of(unit: Unit, dtype: DType, how: Compressor | None) -> int:
+    """Return the bytes of a unit's values on the wire, as if they were one chunk."""
+    if how is None:
+        return unit.numel * dtype.itemsize
+    return how.of([(p.numel, p.float8) for p in unit.parameters]).compressed_bytes(unit.numel)
 
 
 def chosen(sizes: Sequence[int], *, gpus: bool) -> tuple[ShardingStrategy, str]:
