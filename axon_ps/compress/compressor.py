@@ -74,7 +74,7 @@ class Compressor(ABC):
         """
         return self
 
-    def part(self, begin: int, end: int) -> Compressor:
+    def within(self, begin: int, end: int) -> Compressor:
         """Return the compressor for elements [begin, end) of an array; itself, unless it compresses `by_tensor`."""
         return self
 

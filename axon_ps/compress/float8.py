@@ -78,8 +78,8 @@ class Float8(Compressor):
     def of(self, tensors: Sequence[tuple[int, bool]]) -> Float8Tensors:
         """Return the compressor of arrays that consist of these tensors: (elements, whether it travels as float8)."""
         ends = accumulate(numel for numel, _ in tensors)
-        pieces = (Piece(i, e - t[0], e, t[1]) for i, (e, t) in enumerate(zip(ends, tensors, strict=True)))
-        return Float8Tensors(tuple(pieces), _REST[self.rest_bits])
+        ranges = (TensorRange(i, e - t[0], e, t[1]) for i, (e, t) in enumerate(zip(ends, tensors, strict=True)))
+        return Float8Tensors(tuple(ranges), _REST[self.rest_bits])
 
     def compressed_bytes(self, numel: int) -> int:
         """Return one byte a number, and four."""
@@ -96,7 +96,7 @@ class Float8(Compressor):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorRange:
     """Elements [begin, end) of an array that are of one tensor.
 
     Attributes:
@@ -112,7 +112,7 @@ class Piece:
     float8: bool
 
     @property
-    def range(self) -> slice:
+    def elements(self) -> slice:
         """Its range in the array."""
         return slice(self.begin, self.end)
 
@@ -126,34 +126,34 @@ class Float8Tensors(Compressor):
     """`Float8` for arrays that consist of these tensors.
 
     Args:
-        pieces: the tensors, one behind the other.
+        ranges: the tensors, one behind the other.
         rest: the dtype of those that do not travel as float8.
 
     Attributes:
-        pieces: as given.
+        ranges: as given.
     """
 
     name = Float8.name
     by_tensor = True
 
-    def __init__(self, pieces: tuple[Piece, ...], rest: DType) -> None:
-        self.pieces = pieces
+    def __init__(self, ranges: tuple[TensorRange, ...], rest: DType) -> None:
+        self.ranges = ranges
         self._rest = rest
-        self._ends = [piece.end for piece in pieces]
-        self._numel = pieces[-1].end if pieces else 0
-        self._num_scales = sum(piece.float8 for piece in pieces)
-        rest_numel = sum(piece.numel for piece in pieces if not piece.float8)
+        self._ends = [r.end for r in ranges]
+        self._numel = ranges[-1].end if ranges else 0
+        self._num_scales = sum(r.float8 for r in ranges)
+        rest_numel = sum(r.numel for r in ranges if not r.float8)
         self._codes_begin = _SCALE_BYTES * self._num_scales + rest.itemsize * rest_numel
         self._size_bytes = self._codes_begin + self._numel - rest_numel
 
-    def part(self, begin: int, end: int) -> Float8Tensors:
+    def within(self, begin: int, end: int) -> Float8Tensors:
         """Return the compressor of elements [begin, end) of these arrays."""
         found = []
-        for piece in self.pieces[bisect_right(self._ends, begin) :]:
-            if piece.begin >= end:
+        for r in self.ranges[bisect_right(self._ends, begin) :]:
+            if r.begin >= end:
                 break
-            first, last = max(piece.begin, begin), min(piece.end, end)
-            found.append(Piece(piece.tensor, first - begin, last - begin, piece.float8))
+            first, last = max(r.begin, begin), min(r.end, end)
+            found.append(TensorRange(r.tensor, first - begin, last - begin, r.float8))
         return Float8Tensors(tuple(found), self._rest)
 
     def compressed_bytes(self, numel: int) -> int:
@@ -170,7 +170,7 @@ class Float8Tensors(Compressor):
         """Return the scale of each tensor that travels as float8."""
         from axon_ps.kernels import float8
 
-        return [scale_of(float8.largest(values[piece.range])) for piece in self.pieces if piece.float8]
+        return [scale_of(float8.largest(values[r.elements])) for r in self.ranges if r.float8]
 
     def pack(self, values: Array, scales: Sequence[np.float32], out: Array) -> None:
         """Compress f32[n] with given scales, one for each tensor that travels as float8, to u8[compressed_bytes(n)]."""
@@ -179,11 +179,11 @@ class Float8Tensors(Compressor):
 
         out[: _SCALE_BYTES * self._num_scales] = np.array(scales, np.float32).view(np.uint8)
         scale = iter(scales)
-        for piece, here in self._ranges():
-            if piece.float8:
-                float8.quantise(values[piece.range], next(scale), out[here])
+        for r, here in self._in_bytes():
+            if r.float8:
+                float8.quantise(values[r.elements], next(scale), out[here])
             else:
-                out[here] = cast.encoded(values[piece.range], self._rest).view(np.uint8)
+                out[here] = cast.encoded(values[r.elements], self._rest).view(np.uint8)
 
     def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:
         total = values if residual is None else values + residual
@@ -200,9 +200,9 @@ class Float8Tensors(Compressor):
         from axon_ps.kernels import float8
 
         scale = iter(data[: _SCALE_BYTES * self._num_scales].copy().view(np.float32))
-        for piece, here in self._ranges():
-            target = acc[piece.range]
-            if not piece.float8:
+        for r, here in self._in_bytes():
+            target = acc[r.elements]
+            if not r.float8:
                 cast.accumulate(target, data[here].copy().view(self._rest.numpy), self._rest, first)
                 continue
             with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -215,14 +215,14 @@ class Float8Tensors(Compressor):
     def _check(self, data: Array, numel: int) -> None:
         pass  # all bytes are numbers
 
-    def _ranges(self) -> Iterator[tuple[Piece, slice]]:
-        """Yield each piece with the range of its bytes, behind the scales."""
+    def _in_bytes(self) -> Iterator[tuple[TensorRange, slice]]:
+        """Yield each range with the range of its bytes, behind the scales."""
         rest, codes = _SCALE_BYTES * self._num_scales, self._codes_begin
-        for piece in self.pieces:
-            if piece.float8:
-                yield piece, slice(codes, codes + piece.numel)
-                codes += piece.numel
+        for r in self.ranges:
+            if r.float8:
+                yield r, slice(codes, codes + r.numel)
+                codes += r.numel
             else:
-                size_bytes = piece.numel * self._rest.itemsize
-                yield piece, slice(rest, rest + size_bytes)
+                size_bytes = r.numel * self._rest.itemsize
+                yield r, slice(rest, rest + size_bytes)
                 rest += size_bytes

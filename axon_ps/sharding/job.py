@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, first_difference
 from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
@@ -44,10 +43,13 @@ class JobSpec:
                 "a dtype for parameters (wire_dtype), or the policy Synchronous"
             )
 
-    def param_compression(self, unit: int) -> Compressor | None:
-        """Return the compressor of a unit's parameters; None = they are not compressed."""
+    def precision_of(self, unit: int) -> WirePrecision:
+        """Return the precision of a unit: the model's, with the compressor of the unit's tensors."""
         how = self.precision.param_compression
-        return how and how.of([(p.numel, p.float8) for p in self.layout.units[unit].parameters])
+        if how is None or not how.by_tensor:
+            return self.precision
+        tensors = [(p.numel, p.float8) for p in self.layout.units[unit].parameters]
+        return replace(self.precision, param_compression=how.of(tensors))
 
     @property
     def described(self) -> str:

@@ -3,8 +3,8 @@
 The plan is a pure function of (layout, number of servers, options), so coordinator, servers and workers each
 compute it and agree. A large unit is cut into one slice per server. Their sizes differ by less than two alignment
 steps. A small unit goes to fewer servers, those with the fewest elements so far, so that all end with about the same
-number. A parameter that travels as float8 is not cut: slices of its unit are as even as that allows, and the larger ones
-go to the servers with the fewest elements.
+number. A parameter that travels as float8 is not cut. Slices of its unit are as even as that allows, and the larger
+ones go to the servers with the fewest elements.
 
 A slice is cut into *chunks* of `chunk_numel` elements (the last may be shorter). Chunk boundaries are part of the plan,
 so a chunk is named by its offset, and a server has a counter per chunk.

@@ -18,7 +18,6 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork
 from axon_ps.parallel.checkpoints.buffers import ModuleBuffers, ServedBuffers
-from axon_ps.parallel import float8
 from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.parallel.fsdp.arguments import Arguments
@@ -34,6 +33,7 @@ from axon_ps.parallel.fsdp.on_servers.server_runtime import ServerRuntime
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, NodeSource, ParameterSource, RemoteSource
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy, check_sub_group, checked_node_size, checked_policy
+from axon_ps.parallel.fsdp.tensors import float8_weights
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.precision import TORCH_DTYPES
 from axon_ps.sharding.job import JobSpec
@@ -57,11 +57,11 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
         Misuse, InvalidRequest: as of `FullyShardedDataParallel`.
     """
     module, group = given.module, current_group(group)
-    mixed = float8.precision_for(module, given.mixed_precision)
+    mixed = float8_weights.precision_for(module, given.mixed_precision)
     world = world_of(group)
     members = world.membership.workers
     wrap.refuse_wrapped(module, "FSDP")
-    float8.make_plain(module)
+    float8_weights.make_plain(module)
     wrap.refuse_sparse(module, given.ignored_parameters)
     is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
     wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
@@ -76,7 +76,7 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
     built = wrap.widest_dtype(wrapped_units)
     precision = mixed.wire(built)
     if precision.by_tensor:
-        wrapped_units = float8.marked(module, wrapped_units)
+        wrapped_units = float8_weights.marked(module, wrapped_units)
     layout = wrap.layout_of(wrapped_units)
     if replicated and (precision.param_compression or precision.grad_compression):
         raise InvalidRequest(

@@ -183,7 +183,7 @@ class ShardGroup:
         spec, slices, transfer = await self.routes.transfer(unit, begin, end, out, context, timeout_s, span)
         if out.dtype not in transfers.DTYPE_OF:
             raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
-        how = spec.param_compression(unit) if compressed else None
+        how = spec.precision_of(unit).param_compression if compressed else None
         received = self._opened(spec, unit) if compressed else None
 
         while True:
@@ -261,7 +261,7 @@ class ShardGroup:
         After an error: the content of `out` is arbitrary. Nothing changed on the servers.
         """
         spec, slices, transfer = await self.routes.transfer(unit, begin, end, out, context, timeout_s, span)
-        how = spec.param_compression(unit)
+        how = spec.precision_of(unit).param_compression
         received = self._opened(spec, unit)
         t = transfer(dtype=spec.precision.param, step=step, expected=hyper, compressor=how, received=received)
         wanted = (spec.precision.param.numpy,) if how is None else tuple(transfers.DTYPE_OF)
@@ -398,4 +398,4 @@ def _travels_bytes(t: Transfer) -> int:
         return 0
     if t.compressor is None:
         return t.array.nbytes
-    return t.compressor.part(t.begin, t.end).compressed_bytes(t.end - t.begin)
+    return t.compressor.within(t.begin, t.end).compressed_bytes(t.end - t.begin)

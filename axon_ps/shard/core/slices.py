@@ -30,7 +30,6 @@ from itertools import accumulate
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import InvalidRequest, Misuse, SliceMoved
 from axon_ps.shard.core.accumulator import Accumulators, Allocate
 from axon_ps.shard.core.arriving_values import ArrivingValues
@@ -59,7 +58,6 @@ class OwnedSlice:
         chunk_numel: elements of a chunk.
         precision: element types and compression of frames and pushed chunks.
         allocate: makes the memory of the first accumulator; None = ordinary memory, as for the others.
-        compressor: compressor of the unit's parameters; None = that of `precision`.
 
     Attributes:
         number: as given.
@@ -91,7 +89,6 @@ class OwnedSlice:
         chunk_numel: int,
         precision: WirePrecision,
         allocate: Allocate | None = None,
-        compressor: Compressor | None = None,
     ) -> None:
         self.number = number
         self.primary = True
@@ -100,7 +97,7 @@ class OwnedSlice:
         self.trainable = unit.trainable
         self.master = Master(self.chunks, unit, first_parameter, precision.param)
         self.accumulators = Accumulators(self.chunks, precision, trainable=unit.trainable, allocate=allocate)
-        self.wire = WireCopy(self.chunks, precision, trainable=unit.trainable, compressor=compressor)
+        self.wire = WireCopy(self.chunks, precision, trainable=unit.trainable)
         self.speculative = SpeculativeUpdate(self.chunks, self.master, self.wire)
         self.reached = 0
         self.changed = 0
@@ -434,10 +431,8 @@ class OwnedSlices(dict[int, OwnedSlice]):
             if number not in self:
                 s, copies = plan.numbered[number], len(placement.holders[number].servers)
                 allocate = self.allocate if copies > 1 else None
-                numel, how = spec.options.chunk_numel, spec.param_compression(s.unit)
-                made.append(
-                    OwnedSlice(number, s, units[s.unit], first_parameters[s.unit], numel, spec.precision, allocate, how)
-                )
+                numel, precision = spec.options.chunk_numel, spec.precision_of(s.unit)
+                made.append(OwnedSlice(number, s, units[s.unit], first_parameters[s.unit], numel, precision, allocate))
         return made
 
     def set_placement(self, placement: Placement, server: int, added: list[OwnedSlice]) -> list[OwnedSlice]:

@@ -24,14 +24,14 @@ class TensorScales:
 
     Args:
         chunks: of the slice.
-        compressor: of its unit.
+        compressor: of its unit, bound to the tensors.
     """
 
     def __init__(self, chunks: Chunks, compressor: Compressor) -> None:
         assert isinstance(compressor, Float8Tensors)
         self._chunks = chunks
-        self._parts = [compressor.part(begin, end) for begin, end in chunks.bounds]
-        self._tensors = [[piece.tensor for piece in part.pieces if piece.float8] for part in self._parts]
+        self._compressors = [compressor.within(begin, end) for begin, end in chunks.bounds]
+        self._tensors = [[r.tensor for r in one.ranges if r.float8] for one in self._compressors]
         self._in_chunks = defaultdict[int, list[int]](list)  # by tensor
         for index, tensors in enumerate(self._tensors):
             for tensor in tensors:
@@ -59,19 +59,19 @@ class TensorScales:
         ready = [index for index in range(first, last) if not self._tensors[index]]
         for index in range(first, last):
             chunk = values[self._chunks.ranges[index]]
-            for piece in self._parts[index].pieces:
-                if not piece.float8:
+            for r in self._compressors[index].ranges:
+                if not r.float8:
                     continue
-                self._largest[piece.tensor].append(int(float8.largest(chunk[piece.range])))
-                if self._chunks_left[piece.tensor].pop():
-                    ready += [other for other in self._in_chunks[piece.tensor] if self._tensors_left[other].pop()]
+                self._largest[r.tensor].append(int(float8.largest(chunk[r.elements])))
+                if self._chunks_left[r.tensor].pop():
+                    ready += [other for other in self._in_chunks[r.tensor] if self._tensors_left[other].pop()]
         return ready
 
     def pack(self, index: int, values: Array) -> Array:
         """Compress chunk `index`, f32[c], all of whose tensors are known."""
-        part = self._parts[index]
-        out = np.empty(part.compressed_bytes(values.size), np.uint8)
-        part.pack(values, [scale_of(max(self._largest[tensor])) for tensor in self._tensors[index]], out)
+        compressor = self._compressors[index]
+        out = np.empty(compressor.compressed_bytes(values.size), np.uint8)
+        compressor.pack(values, [scale_of(max(self._largest[tensor])) for tensor in self._tensors[index]], out)
         return out
 
 

@@ -35,7 +35,6 @@ from typing import Protocol
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.compress.compressor import Compressor
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.differences import SENT, SentValues, difference_scratch, full_frame
 from axon_ps.shard.core.tensor_scales import TensorScales
@@ -72,9 +71,8 @@ class WireCopy:
 
     Args:
         chunks: of the slice.
-        precision: element type and compression of frames.
+        precision: element type and compression of the unit's frames.
         trainable: whether optimizer steps change the values.
-        compressor: compressor of the unit; None = that of `precision`.
 
     Attributes:
         frames: per chunk, its encoded message; empty if they have to be encoded first.
@@ -88,10 +86,8 @@ class WireCopy:
         compressed: whether frames are compressed.
     """
 
-    def __init__(
-        self, chunks: Chunks, precision: WirePrecision, *, trainable: bool, compressor: Compressor | None = None
-    ) -> None:
-        compression = compressor or precision.param_compression
+    def __init__(self, chunks: Chunks, precision: WirePrecision, *, trainable: bool) -> None:
+        compression = precision.param_compression
         self.frames: tuple[bytes, ...] = ()
         self.mapped: MappedMemory | None = None
         self.residual: Array | None = None

@@ -38,7 +38,7 @@ def oracle(values: Array) -> Array:
 def unpacked(scales: TensorScales, chunks: Chunks, values: Array) -> Array:
     out = np.empty(NUMEL, np.float32)
     for index, (begin, end) in enumerate(chunks.bounds):
-        COMPRESSOR.part(begin, end).decompress(scales.pack(index, values[begin:end]), out[begin:end])
+        COMPRESSOR.within(begin, end).decompress(scales.pack(index, values[begin:end]), out[begin:end])
     return out
 
 
@@ -92,13 +92,13 @@ def test_threads_may_add_at_once() -> None:
         assert unpacked(scales, chunks, values).tobytes() == oracle(values).tobytes()
 
 
-def test_a_part_of_a_slice_in_the_middle_of_a_unit() -> None:
+def test_a_slice_in_the_middle_of_a_unit() -> None:
     chunks = Chunks(Slice(unit=0, server=1, begin=40, end=NUMEL), 9)
     scales, values = TensorScales(chunks, COMPRESSOR), normals(1)
     scales.begin()
     assert sorted(scales.add(0, len(chunks.bounds), values[40:])) == list(range(len(chunks.bounds)))
     out = np.empty(NUMEL - 40, np.float32)
     for index, (begin, end) in enumerate(chunks.bounds):
-        part, here = COMPRESSOR.part(begin, end), slice(begin - 40, end - 40)
-        part.decompress(scales.pack(index, values[begin:end]), out[here])
+        compressor, here = COMPRESSOR.within(begin, end), slice(begin - 40, end - 40)
+        compressor.decompress(scales.pack(index, values[begin:end]), out[here])
     assert out.tobytes() == oracle(values)[40:].tobytes()

@@ -65,7 +65,6 @@ class ServerRuntime(Runtime):
         self._client = client
         self._steps: Steps = client if steps is None else steps
         self._grad_wire = wrapping.spec.precision.grad
-        self._is_by_tensor = wrapping.spec.precision.by_tensor  # whose frames are made of complete tensors, after a step
         most_numel = max((flat.unit.numel for flat in self.flats if flat.trainable), default=0)
         self._out = BufferPool(
             BUFFERS * most_numel * self._grad_wire.itemsize,
@@ -144,7 +143,7 @@ class ServerRuntime(Runtime):
         if self._ticket is None:
             batch = self.accumulation.batch
             self._ticket = self._steps.ticket(self._began, None if batch is None else batch.generation)
-            speculates = self._speculation.unclipped and not self._ticket.is_void and not self._is_by_tensor
+            speculates = self._speculation.may(self._ticket, self._wrapping.spec.precision)
             hyper = self.expected_hyper() if speculates and self.expected_hyper is not None else None
             self._speculation.begin(self._ticket, hyper)
             self._expect(hyper)

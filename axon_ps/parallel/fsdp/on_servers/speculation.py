@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.gathering import UnitGathering
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Decision, Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -43,6 +44,10 @@ class Speculation:
         self._ticket: Ticket | None = None
         self._expected: Sequence[Hyper] | None = None
         self.unclipped = False
+
+    def may(self, ticket: Ticket, precision: WirePrecision) -> bool:
+        """Return True if a step's values may be gathered before it is decided. Those by tensor need all of a tensor."""
+        return self.unclipped and not (ticket.is_void or precision.by_tensor)
 
     def begin(self, ticket: Ticket, hyper: Sequence[Hyper] | None) -> None:
         """Expect these hyperparameters in the vote for a step; None = nothing is expected."""

@@ -26,10 +26,10 @@ from torch import nn
 from axon_ps.collectives import cuda
 from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel import float8
 from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
+from axon_ps.parallel.fsdp.tensors import float8_weights
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType, Member, Membership
@@ -113,9 +113,9 @@ def estimate(
     is_unit = known["auto_wrap_policy"] or (lambda child: isinstance(child, known["unit_types"]))
     units = wrap.partition(module, is_unit, known.get("ignored_parameters", ()))
     sizes = [workers // nodes] * nodes if world is None else _sizes(world.membership.workers)
-    precision = float8.precision_for(module, known["mixed_precision"]).wire(wrap.widest_dtype(units))
+    precision = float8_weights.precision_for(module, known["mixed_precision"]).wire(wrap.widest_dtype(units))
     if precision.by_tensor:
-        units = float8.marked(module, units)
+        units = float8_weights.marked(module, units)
     strategy, why = chosen(sizes, gpus=gpus)
     rows = traffic(units, precision, max(sizes), offloads=known["cpu_offload"].offloads_params)
     return TrafficEstimate(rows=rows, strategy=strategy, why=why)

@@ -1,6 +1,7 @@
 """Layers that compute in float8 with weights from the servers as float8: values, training, bytes, refusals.
 
-Tests of `parallel/float8.py`, and of float8 in `parallel/precision.py` and `fsdp/on_servers/traffic.py`.
+Tests of `parallel/fsdp/tensors/float8_weights.py`, of float8 in `parallel/precision.py`, and of compressed bytes in
+`fsdp/on_servers/traffic.py`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ import torch
 from torch import nn
 
 from axon_ps import World
-from axon_ps.compress import Float8
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel import (
     FSDP,
     AdamW,
+    Float8,
     MixedPrecision,
     ShardingStrategy,
     estimate,
-    float8,
     fully_shard,
     sharded_model,
 )
 from axon_ps.parallel.fsdp import wrap
+from axon_ps.parallel.fsdp.tensors import float8_weights
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import run_threads
 from mock_ranks import generator
@@ -185,15 +186,18 @@ def test_the_weights_of_linear_layers_are_float8_unless_tied_to_others() -> None
 
     module = Tied()
     units = wrap.partition(module, lambda _: False)
-    assert [p.name for p in float8.marked(module, units)[0].unit.parameters if p.float8] == ["body.weight"]
+    assert [p.name for p in float8_weights.marked(module, units)[0].unit.parameters if p.float8] == ["body.weight"]
 
 
 def test_if_torchao_converted_some_layers_the_others_are_not_float8() -> None:
     module = nn.Sequential(Float8Linear(4, 4), nn.Linear(4, 4))
     units = wrap.partition(module, lambda _: False)
-    assert [p.name for p in float8.marked(module, units)[0].unit.parameters if p.float8] == ["0.weight", "1.weight"]
+    assert [p.name for p in float8_weights.marked(module, units)[0].unit.parameters if p.float8] == [
+        "0.weight",
+        "1.weight",
+    ]
     module[0].config = _Config()
-    assert [p.name for p in float8.marked(module, units)[0].unit.parameters if p.float8] == ["0.weight"]
+    assert [p.name for p in float8_weights.marked(module, units)[0].unit.parameters if p.float8] == ["0.weight"]
 
 
 class WeightWithDynamicFloat8CastTensor(torch.Tensor):
