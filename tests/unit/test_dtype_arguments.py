@@ -143,7 +143,7 @@ ARGUMENTS = {
         "param_wire_dtype",
         lambda given, _: sent(made(param_wire_dtype=given)[2].spec.precision, "param"),
         (F32,),
-        PARAMETERS,
+        ", bf16, fp16, int4, int8",
     ),
     "CastHook.dtype": Argument("dtype", lambda given, _: ours(CastHook(given).dtype), (BF16, F16)),
     "subscribe": Argument("dtype", subscribed),

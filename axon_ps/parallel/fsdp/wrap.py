@@ -381,7 +381,9 @@ def _check_parameter(param: nn.Parameter, name: str) -> None:
         )
     if param.dtype not in SHARDED_DTYPES:
         possible = ", ".join(map(str, SHARDED_DTYPES))
-        do = "build it in one of these" if param.requires_grad else "make it a buffer (register_buffer)"
+        do = (
+            "build it in one of these (module.float())" if param.requires_grad else "make it a buffer (register_buffer)"
+        )
         raise InvalidRequest(
             f"parameter {name!r} has dtype {param.dtype}; it can be one of {possible}: {do}, or {beside}"
         )

@@ -30,7 +30,6 @@ from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
 from axon_ps.parallel.fsdp.tensors import float8_weights
-from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType, Member, Membership
 from axon_ps.worker.world import World
@@ -134,11 +133,12 @@ def traffic(
     """
     by_owner, trainable, sent = Counter[str](), 0, 0
     for wrapped in units:
-        size_bytes = _bytes_of(wrapped.unit, precision.param, precision.param_compression)
+        how, tensors = precision.param_compression, [(p.numel, p.float8) for p in wrapped.unit.parameters]
+        size_bytes = _bytes_of(wrapped.unit.numel, precision.param, how and how.of(tensors))
         by_owner[wrapped.owner] += size_bytes
         if wrapped.unit.trainable:
             trainable += size_bytes
-            sent += _bytes_of(wrapped.unit, precision.grad, precision.grad_compression)
+            sent += _bytes_of(wrapped.unit.numel, precision.grad, precision.grad_compression)
     inner = [size_bytes for owner, size_bytes in by_owner.items() if owner]
     gathered_twice = 2 * by_owner.total() - by_owner[""] - sum(inner[-2:])
     sizes = {
@@ -151,11 +151,9 @@ def traffic(
     )
 
 
-def _bytes_of(unit: Unit, dtype: DType, how: Compressor | None) -> int:
-    """Return the bytes of a unit's values on the wire, as if they were one chunk."""
-    if how is None:
-        return unit.numel * dtype.itemsize
-    return how.of([(p.numel, p.float8) for p in unit.parameters]).compressed_bytes(unit.numel)
+def _bytes_of(numel: int, dtype: DType, how: Compressor | None) -> int:
+    """Return the bytes of so many values on the wire, as if they were one chunk."""
+    return numel * dtype.itemsize if how is None else how.compressed_bytes(numel)
 
 
 def chosen(sizes: Sequence[int], *, gpus: bool) -> tuple[ShardingStrategy, str]:
