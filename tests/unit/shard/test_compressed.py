@@ -280,6 +280,8 @@ def test_float8_frames_have_one_scale_a_tensor_at_every_version() -> None:
         precision=WirePrecision(param_compression=Float8(rest_bits=32)),
         options=PlanOptions(chunk_numel=64, min_slice_numel=8),
     )
+    assert job_spec_from_proto(job_spec_to_proto(spec)) == spec
+    assert "parameter 'u0.p0' travels as float8 here" in spec.difference(replace(spec, layout=LAYOUT))
     made = servers(spec)
     assert all(not owned.wire.feedback for engine in made.engines for owned in engine.slices.values())
 

@@ -51,7 +51,8 @@ def marked(module: nn.Module, wrapped_units: Sequence[WrappedUnit]) -> tuple[Wra
     for child in module.modules():
         for key, param in child._parameters.items():
             if param is not None:
-                (linear if child in layers and key == "weight" else others).add(param)
+                is_number = param.is_floating_point() and param.dtype.itemsize > 1
+                (linear if child in layers and key == "weight" and is_number else others).add(param)
     made = []
     for wrapped in wrapped_units:
         parameters = tuple(
