@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -48,11 +49,13 @@ class Compressor(ABC):
             empty = it suits parameters, too.
         differences: whether parameters are sent as differences against the receiver's values, because it has too few
             levels for a parameter itself. See `shard.core.differences`.
+        by_tensor: whether parameters are compressed by tensor, without error feedback. See `compress.float8`.
     """
 
     name: ClassVar[str]
     gradients_only: ClassVar[str] = ""
     differences: ClassVar[bool] = False
+    by_tensor: ClassVar[bool] = False
 
     @property
     def options(self) -> dict[str, float]:
@@ -62,6 +65,18 @@ class Compressor(ABC):
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value:g}" for name, value in self.options.items())
         return f"{self.name}({options})" if options else self.name
+
+    def of(self, tensors: Sequence[tuple[int, bool]]) -> Compressor:
+        """Return the compressor for an array that consists of these tensors: itself, unless it compresses `by_tensor`.
+
+        Args:
+            tensors: of each its number of elements, and whether it travels as float8 if the compressor is of that.
+        """
+        return self
+
+    def within(self, begin: int, end: int) -> Compressor:
+        """Return the compressor for elements [begin, end) of an array; itself, unless it compresses `by_tensor`."""
+        return self
 
     @abstractmethod
     def compressed_bytes(self, numel: int) -> int:

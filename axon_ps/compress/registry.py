@@ -21,7 +21,7 @@ def compressor(name: str, **options: float) -> Compressor:
 
     Args:
         name: "int8" (option `block_numel`), "int4", "top_k" (option `fraction`), "block_top_k" (options `fraction`,
-            `bits`), "bf16", "fp16", or the name of a plugin's compressor.
+            `bits`), "bf16", "fp16", "float8_e4m3" (option `rest_bits`), or the name of a plugin's compressor.
         options: fields of its dataclass. Those not given have their defaults.
 
     Raises:

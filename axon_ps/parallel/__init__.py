@@ -13,7 +13,7 @@ except ModuleNotFoundError as _error:
         "axon_ps.parallel needs PyTorch, which is not installed: pip install 'axon-ps[torch]'", name="torch"
     ) from None
 
-from axon_ps.compress import BlockTopK, Int4, Int8, TopK
+from axon_ps.compress import BlockTopK, Float8, Int4, Int8, TopK
 from axon_ps.data import DistributedSampler
 from axon_ps.parallel.checkpoints.own_state import RandomState
 from axon_ps.parallel.comm_hooks.hooks import CommunicationHook
@@ -64,6 +64,7 @@ __all__ = [
     "ElasticLoader",
     "FSDPMemoryStats",
     "FSDPModule",
+    "Float8",
     "FullyShardedDataParallel",
     "GradScaler",
     "GradSyncStrategy",

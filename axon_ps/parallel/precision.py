@@ -10,6 +10,7 @@ import torch
 
 from axon_ps.collectives import cuda
 from axon_ps.compress.compressor import Compressor
+from axon_ps.compress.float8 import Float8
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Parameter, Unit
 from axon_ps.sharding.precision import WirePrecision
@@ -18,6 +19,8 @@ from axon_ps.types import ELEMENTS, FLOATS, DType, parse_dtype
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {dtype: getattr(torch, dtype.torch_name) for dtype in ELEMENTS}
 
 DTYPES: Final[dict[torch.dtype, DType]] = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
+
+_FLOAT8: Final = ("float8_e4m3", "float8_e4m3fn")
 
 
 class _TorchDType:
@@ -42,6 +45,9 @@ class MixedPrecision:
     Values may also be sent compressed, with error feedback: `Int8()` (or "int8") or `Int4()` (or "int4") both ways,
     `TopK(0.01)` (or "top_k") for gradients, or any other compressor or its name. See docs/compression.md.
 
+    As `wire_dtype`, "float8_e4m3" (or torch.float8_e4m3fn) sends the weights of linear layers as float8, with one scale
+    for a tensor. See docs/float8.md.
+
     A dtype may be given as torch.bfloat16 or by its name, "bfloat16". As `wire_dtype` and `reduce_dtype`, "bf16" and
     "fp16" are the compressors of these names, with error feedback.
 
@@ -49,14 +55,15 @@ class MixedPrecision:
         param_dtype: parameters during forward and backward; None = the dtype the model was built with.
         wire_dtype: parameters on their way from the servers; None = as `param_dtype`, or a dtype that holds the values
             of all parameters as they were built: f32 for units in bfloat16 beside units in f32.
-        reduce_dtype: gradients on their way to the servers, where they are summed in f32; None = as `wire_dtype`. If it
-            is wider than `param_dtype`, those of `no_sync()` are summed in f32, too.
+        reduce_dtype: gradients on their way to the servers, where they are summed in f32; None = as `wire_dtype`, or as
+            `param_dtype` if parameters travel as float8. If it is wider than `param_dtype`, those of `no_sync()` are
+            summed in f32, too.
         output_dtype: floating-point outputs of the whole model; None = as they come.
         buffer_dtype: floating-point buffers; None = as they were built.
         cast_forward_inputs: True to cast floating-point inputs of the whole model to `param_dtype`.
 
     Raises:
-        InvalidRequest: no dtype has the name that was given.
+        InvalidRequest: no dtype has the name that was given, or layers cannot compute in it.
     """
 
     param_dtype: _TorchDType = _TorchDType()
@@ -65,6 +72,13 @@ class MixedPrecision:
     output_dtype: _TorchDType = _TorchDType()
     buffer_dtype: _TorchDType = _TorchDType()
     cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        if self.param_dtype is not None and self.param_dtype.itemsize == 1:
+            raise InvalidRequest(
+                f"param_dtype is {self.param_dtype}; layers get their parameters as bfloat16, float16 or float32. Give "
+                "wire_dtype='float8_e4m3' to send weights as float8, for layers that compute in it (docs/float8.md)"
+            )
 
     @classmethod
     def of(cls, given: Any) -> Self:
@@ -101,8 +115,13 @@ class MixedPrecision:
         Raises:
             InvalidRequest: values of a dtype cannot be sent, or there is no such compression.
         """
-        names = ("wire_dtype", "reduce_dtype")
-        return WirePrecision.of(self.wire_dtype or self.compute(built), self.reduce_dtype, names)
+        names, compute = ("wire_dtype", "reduce_dtype"), self.compute(built)
+        param, grad = self.wire_dtype or compute, self.reduce_dtype
+        if str(param).lower().removeprefix("torch.") in _FLOAT8:
+            param = Float8(rest_bits=16 if compute is torch.bfloat16 else 32)
+        if isinstance(param, Compressor) and param.by_tensor:
+            grad = grad or compute
+        return WirePrecision.of(param, grad, names)
 
 
 def view_of(values: torch.Tensor, parameter: Parameter) -> torch.Tensor:

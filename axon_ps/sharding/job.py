@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from axon_ps.errors import InvalidRequest
@@ -45,8 +45,16 @@ class JobSpec:
             )
 
     def precision_of(self, unit: Unit) -> WirePrecision:
-        """Return the forms of a unit's values on the wire: raw parameters are sent as words, which look like f32."""
-        return WirePrecision() if unit.raw else self.precision
+        """Return the forms of a unit's values on the wire: those of the model, with the compressor of its tensors.
+
+        Raw parameters are sent as words, which look like f32.
+        """
+        if unit.raw:
+            return WirePrecision()
+        how = self.precision.param_compression
+        if how is None or not how.by_tensor:
+            return self.precision
+        return replace(self.precision, param_compression=how.of([(p.numel, p.float8) for p in unit.parameters]))
 
     @property
     def described(self) -> str:
@@ -92,7 +100,7 @@ class JobSpec:
         if len(ours) != len(theirs):
             return f"it has {len(ours)} units and the other {len(theirs)}; wrap both models alike"
         for a, b in zip(ours, theirs, strict=True):
-            here, there = ([(p.name, tuple(p.shape), p.raw) for p in unit.parameters] for unit in (a, b))
+            here, there = ([(p.name, tuple(p.shape), p.raw, p.float8) for p in unit.parameters] for unit in (a, b))
             if here != there:
                 what = next((p for p, q in zip(here, there, strict=False) if p != q), None)
                 which = f"parameter {what[0]!r} of shape {list(what[1])}" if what else f"{len(here)} parameters"

@@ -68,6 +68,7 @@ class Parameter:
         aliases: further names of the same tensor (tied weights).
         raw: whether it is stored and sent as its bits. See Note: [Raw parameters].
         whole: the tensor that it is a box of; None = it is a whole tensor.
+        float8: whether it travels as float8 with one scale (`compress.float8`). Then it is on one server.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     raw: bool = False
     whole: Whole | None = None
+    float8: bool = False
 
     @cached_property
     def count(self) -> int:
@@ -126,6 +128,11 @@ class Unit:
     def raw(self) -> bool:
         """True if its elements are words of raw parameters."""
         return self.parameters[0].raw
+
+    @cached_property
+    def has_float8(self) -> bool:
+        """True if a parameter travels as float8."""
+        return any(p.float8 for p in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,6 +349,9 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
                 return f"parameter {p.name!r} is tied to {list(p.aliases)} here and to {list(q.aliases)} in the job"
             if p.whole != q.whole:
                 return f"parameter {p.name!r} is {_place(p)} here and {_place(q)} in the job"
+            if p.float8 != q.float8:
+                ours_, theirs_ = ("float8" if travels else "other numbers" for travels in (p.float8, q.float8))
+                return f"parameter {p.name!r} travels as {ours_} here and as {theirs_} in the job"
         if len(a.parameters) != len(b.parameters):
             return f"unit {a.name!r} has {len(a.parameters)} parameters here and {len(b.parameters)} in the job"
     if len(ours.units) != len(theirs.units):

@@ -33,7 +33,7 @@ def slice_bytes(spec: JobSpec, moments: int, num_cuts: int, *, replicas: int = 1
     """
     units, chunk_numel = spec.layout.units, spec.options.chunk_numel
     accumulators = max(1, replicas) if spec.policy.asynchronous else 1
-    residual = spec.precision.param_compression is not None
+    residual = spec.precision.param_compression is not None and not spec.precision.by_tensor
     wire_bytes = spec.precision.param.itemsize
     trainable = _F32_BYTES * (1 + accumulators + moments + residual) + wire_bytes
     frozen = {False: _F32_BYTES + wire_bytes, True: ELEMENT_BYTES}  # raw ones have no frames

@@ -3,7 +3,8 @@
 The plan is a pure function of (layout, number of servers, options), so coordinator, servers and workers each
 compute it and agree. A large unit is cut into one slice per server. Their sizes differ by less than two alignment
 steps. A small unit goes to fewer servers, those with the fewest elements so far, so that all end with about the same
-number.
+number. A parameter that travels as float8 is not cut. Slices of its unit are as even as that allows, and the larger
+ones go to the servers with the fewest elements.
 
 A slice is cut into *chunks* of `chunk_numel` elements (the last may be shorter). Chunk boundaries are part of the plan,
 so a chunk is named by its offset, and a server has a counter per chunk.
@@ -16,10 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush, heapreplace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.sharding.layout import Layout
+from axon_ps.sharding.layout import Layout, Unit
 from axon_ps.sharding.precision import WirePrecision
 
 ALIGN_NUMEL = 64
@@ -155,8 +156,9 @@ def make_plan(layout: Layout, num_servers: int, options: PlanOptions | None = No
             slices.append((Slice(unit=index, server=server, begin=0, end=numel),))
             heapreplace(loads, (load + numel, server))
             continue
-        owners = [heappop(loads) for _ in range(count)]
-        slices.append(_cut(index, numel, sorted(server for _, server in owners), options))
+        bounds = _bounds(unit, count, options)
+        owners = [heappop(loads) for _ in range(len(bounds) - 1)]
+        slices.append(_cut(index, bounds, [server for _, server in owners], even=not unit.has_float8))
         added = {s.server: s.numel for s in slices[-1]}
         for load, server in owners:
             heappush(loads, (load + added.get(server, 0), server))
@@ -165,7 +167,8 @@ def make_plan(layout: Layout, num_servers: int, options: PlanOptions | None = No
 
 def num_slices(layout: Layout, num_servers: int, options: PlanOptions) -> int:
     """Return the number of slices of a plan, without making it."""
-    return sum(_count(unit.numel, num_servers, options) for unit in layout.units)
+    counts = ((unit, _count(unit.numel, num_servers, options)) for unit in layout.units)
+    return sum(len(_bounds(unit, count, options)) - 1 if unit.has_float8 else count for unit, count in counts)
 
 
 def _count(numel: int, num_servers: int, options: PlanOptions) -> int:
@@ -173,11 +176,28 @@ def _count(numel: int, num_servers: int, options: PlanOptions) -> int:
     return max(1, min(num_servers, numel // options.min_slice_numel))
 
 
-def _cut(unit: int, numel: int, owners: list[int], options: PlanOptions) -> tuple[Slice, ...]:
+def _bounds(unit: Unit, count: int, options: PlanOptions) -> list[int]:
+    """Return the bounds of up to `count` slices of a unit, which are as even as possible."""
     align = min(ALIGN_NUMEL, options.min_slice_numel)
-    bounds = [numel * i // len(owners) // align * align for i in range(len(owners))] + [numel]
+    bounds = [unit.numel * i // count // align * align for i in range(count)] + [unit.numel]
+    return sorted({_beside_float8(unit, bound) for bound in bounds}) if unit.has_float8 else bounds
+
+
+def _beside_float8(unit: Unit, bound: int) -> int:
+    """Return the bound, or the nearest end of the parameter that it is in, if that travels as float8."""
+    p = unit.parameters[bisect_right(unit.parameters, bound, key=lambda p: p.offset) - 1]
+    return min((p.offset, p.end), key=lambda end: abs(end - bound)) if p.float8 else bound
+
+
+def _cut(unit: int, bounds: list[int], by_load: list[int], *, even: bool) -> tuple[Slice, ...]:
+    """Return the slices between these bounds, on servers that are given in the order of their elements."""
+    cuts = list(pairwise(bounds))
+    servers = sorted(by_load)
+    if not even:
+        largest_first = sorted(cuts, key=lambda cut: cut[0] - cut[1])
+        servers = [server for _, server in sorted(zip(largest_first, by_load, strict=True))]
     return tuple(
         Slice(unit=unit, server=server, begin=begin, end=end)
-        for server, begin, end in zip(owners, bounds[:-1], bounds[1:], strict=True)
+        for server, (begin, end) in zip(servers, cuts, strict=True)
         if end > begin
     )

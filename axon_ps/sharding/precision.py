@@ -33,7 +33,15 @@ class WirePrecision:
     grad_compression: Compressor | None = None
 
     @classmethod
-    def of(cls, param: object, grad: object | None, names: Sequence[str], among: Sequence[DType] = WIRE_DTYPES) -> Self:
+    def of(
+        cls,
+        param: object,
+        grad: object | None,
+        names: Sequence[str],
+        among: Sequence[DType] = WIRE_DTYPES,
+        *,
+        by_tensor: bool = True,
+    ) -> Self:
         """Return the precision that a user asks for.
 
         Args:
@@ -42,8 +50,12 @@ class WirePrecision:
             grad: that of gradients; None = as parameters.
             names: the names of these two arguments, for messages.
             among: the dtypes that are accepted for parameters.
+            by_tensor: whether a compressor `by_tensor` is.
         """
-        dtype, packed = form = _form(param, names[0], among, choices(lambda known: not known.gradients_only))
+        suited = choices(lambda known: not known.gradients_only and by_tensor >= known.by_tensor)
+        dtype, packed = form = _form(param, names[0], among, suited)
+        if packed is not None and packed.by_tensor > by_tensor:
+            raise InvalidRequest(f"{names[0]} is {packed.name!r}, for layers that compute in it; use int8 or a dtype")
         grad_dtype, grad_packed = _form(grad, names[1], WIRE_DTYPES, choices()) if grad else form
         return cls(param=dtype, grad=grad_dtype, param_compression=packed, grad_compression=grad_packed)
 
@@ -51,6 +63,11 @@ class WirePrecision:
     def differs(self) -> bool:
         """True if parameters are sent as differences; see `Compressor.differences`."""
         return self.param_compression is not None and self.param_compression.differences
+
+    @property
+    def by_tensor(self) -> bool:
+        """True if parameters are compressed by tensor; see `Compressor.by_tensor`."""
+        return self.param_compression is not None and self.param_compression.by_tensor
 
     def __post_init__(self) -> None:
         for what, dtype, compression in (

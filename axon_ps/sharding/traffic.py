@@ -4,7 +4,7 @@ P    parameters of the model, T of them trainable; r the root; b the last units,
 w    bytes of an element as gathered, g of a gradient as sent; G workers of a node
 
 strategy        from the servers                              to the servers
-FULL_SHARD      G·w·(2P - r - b); with PARAMS G·w·T           G·g·T
+FULL_SHARD      G·w·(2P - r - b); with PARAMS or int4 G·w·T   G·g·T
 SHARD_GRAD_OP   G·w·T                                         G·g·T
 HYBRID_SHARD    w·T                                           g·T
 
@@ -69,7 +69,11 @@ class ModuleBytes:
 
 def unit_bytes(precision: WirePrecision, unit: Unit) -> int:
     """Return the bytes of a unit on its way from servers."""
-    return unit.numel * ELEMENT_BYTES if unit.raw else gathered_bytes(precision, unit.numel)
+    if unit.raw:
+        return unit.numel * ELEMENT_BYTES
+    how = precision.param_compression
+    tensors = [(p.numel, p.float8) for p in unit.parameters]
+    return _wire_bytes(precision.param, how and how.of(tensors), unit.numel)
 
 
 def gathered_bytes(precision: WirePrecision, numel: int) -> int:

@@ -199,6 +199,7 @@ def layout_to_proto(layout: Layout) -> common_pb2.Layout:
                         aliases=p.aliases,
                         whole=None if p.whole is None else WHOLE.to_proto(p.whole),
                         raw=p.raw,
+                        float8=p.float8,
                     )
                     for p in unit.parameters
                 ],
@@ -501,4 +502,5 @@ def _parameter(message: common_pb2.Parameter) -> Parameter:
         aliases=tuple(name_from_proto(a, "a parameter's alias") for a in message.aliases),
         whole=WHOLE.from_proto(message.whole) if message.HasField("whole") else None,
         raw=message.raw,
+        float8=message.float8,
     )

@@ -29,7 +29,8 @@ from test_diloco_steps import made
 from test_snapshot import save
 
 F32, BF16, F16 = WIRE_DTYPES
-PARAMETERS, GRADIENTS = ", bf16, fp16, int4, int8", ", block_top_k, bf16, fp16, int4, int8, top_k"
+PARAMETERS = ", float8_e4m3, bf16, fp16, int4, int8"
+GRADIENTS = ", block_top_k, float8_e4m3, bf16, fp16, int4, int8, top_k"
 SPELLINGS: dict[Any, DType] = {
     **dict.fromkeys(("f32", "fp32", "float32", "torch.float32", "F32", F32, torch.float32), F32),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16", "BFloat16", BF16, torch.bfloat16), BF16),
@@ -142,7 +143,7 @@ ARGUMENTS = {
         "param_wire_dtype",
         lambda given, _: sent(made(param_wire_dtype=given)[2].spec.precision, "param"),
         (F32,),
-        PARAMETERS,
+        ", bf16, fp16, int4, int8",
     ),
     "CastHook.dtype": Argument("dtype", lambda given, _: ours(CastHook(given).dtype), (BF16, F16)),
     "subscribe": Argument("dtype", subscribed),

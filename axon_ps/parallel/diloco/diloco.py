@@ -128,7 +128,11 @@ class DiLoCo:
         if meta := [name for name, p in model.named_parameters() if p.is_meta]:
             raise InvalidRequest(f"parameter {meta[0]!r} is on the meta device; build the module on the CPU or a GPU")
         precision = WirePrecision.of(
-            param_wire_dtype or torch.float32, wire_dtype, ("param_wire_dtype", "wire_dtype"), among=[DType.F32]
+            param_wire_dtype or torch.float32,
+            wire_dtype,
+            ("param_wire_dtype", "wire_dtype"),
+            among=[DType.F32],
+            by_tensor=False,
         )
         self.model = model
         self.inner_optimizer = inner_optimizer

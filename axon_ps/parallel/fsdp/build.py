@@ -42,6 +42,7 @@ from axon_ps.parallel.fsdp.strategy import (
     checked_policy,
     grouping_of,
 )
+from axon_ps.parallel.fsdp.tensors import float8_weights
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.precision import TORCH_DTYPES, view_of
 from axon_ps.sharding.job import JobSpec
@@ -65,10 +66,12 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
     Raises:
         Misuse, InvalidRequest: as of `FullyShardedDataParallel`.
     """
-    module, mixed, group = given.module, given.mixed_precision, current_group(group)
+    module, group = given.module, current_group(group)
+    mixed = float8_weights.precision_for(module, given.mixed_precision)
     world = world_of(group)
     members = world.membership.workers
     wrap.refuse_wrapped(module, "FSDP")
+    float8_weights.make_plain(module)
     wrap.refuse_sparse(module, given.ignored_parameters)
     is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
     wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
@@ -83,8 +86,10 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
     node_size = checked_node_size(given.intra_node_size, strategy, members)
     wrap.refuse_shared_memory(module, wrapped_units)
     built = wrap.widest_dtype(wrapped_units)
-    layout = wrap.layout_of(wrapped_units)
     precision = mixed.wire(built)
+    if precision.by_tensor:
+        wrapped_units = float8_weights.marked(module, wrapped_units)
+    layout = wrap.layout_of(wrapped_units)
     if replicated and (precision.param_compression or precision.grad_compression):
         raise InvalidRequest(
             "NO_SHARD moves nothing to the shard servers that could be compressed; give MixedPrecision dtypes, or "

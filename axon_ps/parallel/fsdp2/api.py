@@ -13,6 +13,7 @@ from axon_ps.parallel.ddp.torch_arguments import line_of, mesh_sizes
 from axon_ps.parallel.fsdp.arguments import understood
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload
+from axon_ps.parallel.fsdp.tensors import float8_weights
 from axon_ps.parallel.fsdp2 import modules, optimizers
 from axon_ps.parallel.fsdp2.marks import Options, checked_mark, mark, mark_of
 from axon_ps.parallel.precision import MixedPrecision
@@ -81,6 +82,7 @@ def fully_shard(
     for one in given:
         _check(one)
     for one in given:
+        float8_weights.make_plain(one)
         mark(one, options)
         modules.convert(one)
         _cast_at(one, options.precision)

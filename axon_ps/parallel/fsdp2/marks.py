@@ -344,4 +344,5 @@ def _without_casts(precision: MixedPrecision) -> MixedPrecision:
 
 
 def _text(precision: MixedPrecision) -> str:
-    return f"param_dtype={precision.param_dtype}, reduce_dtype={precision.reduce_dtype}"
+    texts = (f"param_dtype={precision.param_dtype}", f"reduce_dtype={precision.reduce_dtype}")
+    return ", ".join(texts if precision.wire_dtype is None else (*texts, f"wire_dtype={precision.wire_dtype}"))

@@ -263,7 +263,7 @@ class ShardGroup:
         After an error: the content of `out` is arbitrary. Nothing changed on the servers.
         """
         spec, slices, transfer = await self.routes.transfer(unit, begin, end, out, context, timeout_s, span)
-        how = spec.precision.param_compression
+        how = spec.precision_of(spec.layout.units[unit]).param_compression
         received, dtype = self._opened(spec, unit), spec.precision.param
         t = transfer(dtype=dtype, step=step, addend=addend, expected=hyper, compressor=how, received=received)
         wanted = (spec.precision.param.numpy,) if how is None else tuple(transfers.DTYPE_OF)
@@ -400,4 +400,6 @@ def _travels_bytes(t: Transfer) -> int:
     """Return the bytes of a transfer's payloads; 0 without a gradient."""
     if t.array is None:
         return 0
-    return t.compressor.compressed_bytes(t.end - t.begin) if t.compressor is not None else t.array.nbytes
+    if t.compressor is None:
+        return t.array.nbytes
+    return t.compressor.within(t.begin, t.end).compressed_bytes(t.end - t.begin)

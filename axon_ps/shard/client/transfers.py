@@ -91,8 +91,8 @@ class Transfer:
         addend: gradients: the addend that they are part of. Speculative gathers: the last one expected.
         one_version: gathers: whether all chunks must be of one version.
         expected: speculative gathers: per parameter group, the hyperparameters that `step` is expected to commit with.
-        compressor: compressor of chunks; None = they are not compressed. With a compressor `dtype` is F32. A gather may
-            still be into any wire dtype.
+        compressor: compressor of the unit; None = chunks are not compressed. With a compressor `dtype` is F32. A gather
+            may still be into any wire dtype.
         received: gathers of differences: the values received before, to which payloads are added.
         same_host: the servers that memory is shared with; None = none.
         socket_only: whether payloads go through the socket although memory is shared, after a failure.
@@ -492,6 +492,7 @@ def _copy(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer
 def _unpack(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer, compressor: Compressor) -> None:
     """Decompress the elements of a chunk that are in the range to `out`, through f32 values that stay in the caches."""
     position, numel = header.offset, header.numel
+    compressor = compressor.within(position, position + numel)
     if not header.compressed or payload.nbytes != compressor.compressed_bytes(numel):
         raise InvalidRequest(
             f"a chunk of {numel} elements has a payload of {payload.nbytes} bytes; as {compressor.name} it must have "

@@ -16,6 +16,8 @@ Note: [Compressed parameters]
     has no residual. Its frames are made once. Frames stay as long as the values, since making them again would need the
     previous residual.
 
+    A compressor `by_tensor` has no residual. A frame is made once all values of its tensors are updated.
+
     For a compressor of differences (`Compressor.differences`), `sent` replaces the residual, and its frames update only
     workers that have the previous version: `shard.core.differences`, Note: [Parameters as differences].
 
@@ -35,6 +37,7 @@ import numpy as np
 from axon_ps.compress import cast
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.differences import SENT, SentValues, difference_scratch, full_frame
+from axon_ps.shard.core.tensor_scales import TensorScales
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType
 from axon_ps.wire.frames import encode_chunk
@@ -68,14 +71,14 @@ class WireCopy:
 
     Args:
         chunks: of the slice.
-        precision: element type and compression of frames.
+        precision: element type and compression of the unit's frames.
         trainable: whether optimizer steps change the values.
 
     Attributes:
         frames: per chunk, its encoded message; empty if they have to be encoded first.
         mapped: the wire copy that workers of this host map; None if they do not map it.
         residual: f32[n], the compression error of `frames`; None if parameters are not compressed, or frozen, or sent
-            as differences.
+            as differences, or compressed by tensor.
         sent: the values of a worker with the newest frames; None unless parameters are sent as differences and
             trainable.
         differs: whether parameters are sent as differences. Then there may be no frames, and `full_frame` makes some.
@@ -91,7 +94,10 @@ class WireCopy:
         self.sent: SentValues | None = None
         self.compressed = compression is not None
         self.differs = compression is not None and compression.differences
-        if compression is not None and trainable:
+        self._scales: TensorScales | None = None
+        if compression is not None and compression.by_tensor:
+            self._scales = TensorScales(chunks, compression)
+        elif compression is not None and trainable:
             if self.differs:
                 self.sent = SentValues(chunks, compression)
             else:
@@ -119,6 +125,8 @@ class WireCopy:
         """
         if self._compressor is not None and self.differs:
             return difference_scratch(self._chunks.chunk_numel, self._compressor)
+        if self._scales is not None:
+            return np.empty(0, np.uint8)
         if self._compressor is not None:
             return np.empty(self._compressor.compressed_bytes(self._chunks.chunk_numel), np.uint8)
         return np.empty(chunks * self._chunks.chunk_numel, self._dtype.numpy)
@@ -138,6 +146,8 @@ class WireCopy:
         """
         if self._compressor is None:
             return self._frame(index, version, self._dtype, values if as_cast is None else as_cast)
+        if self._scales is not None:
+            return self._frame(index, version, DType.F32, self._scales.pack(index, values), compressed=True)
         payload = scratch[: self._compressor.compressed_bytes(values.size)]
         self._compressor.compress(values, payload, residual)
         return self._frame(index, version, DType.F32, payload, compressed=True)
@@ -176,6 +186,9 @@ class WireCopy:
 
     def encode_all(self, version: int, values: Array) -> int:
         """Make all frames, of f32[n] at a version; returns their number. Compressed frames change the residual."""
+        if self._scales is not None:
+            self._scales.begin()
+            self._scales.add(0, len(self._chunks.bounds), values)
         scratch = self.scratch()
         frames: list[bytes] = []
         for index, elements in enumerate(self._chunks.ranges):
@@ -244,6 +257,8 @@ class WireCopy:
             self.mapped.withdraw()
             self._next = prepared
             return 0
+        if self._scales is not None:
+            self._scales.begin()
         self._next = prepared or [b""] * len(self._chunks.bounds)
         return self._next.count(b"")
 
@@ -261,7 +276,9 @@ class WireCopy:
         return scratch[: elements.stop - elements.start] if self.mapped is None else self.mapped.values[elements]
 
     def encode_updated(self, first: int, last: int, version: int, values: Array, scratch: Array) -> None:
-        """Make the next frames of chunks [first, last). Any thread may call it, once for each chunk.
+        """Make the next frames of chunks [first, last), or of those whose tensors are complete with them.
+
+        Any thread may call it, once for each chunk.
 
         Args:
             first: number of the first chunk.
@@ -274,6 +291,10 @@ class WireCopy:
             self._add_differences(first, last, version, values, scratch)
             return
         if self.mapped is not None or (self.residual is None and all(self._next[first:last])):
+            return
+        if self._scales is not None:
+            for index in self._scales.add(first, last, values):
+                self._next[index] = self.encode(index, version, values[self._chunks.ranges[index]], scratch, None, None)
             return
         begin = self._chunks.ranges[first].start
         for index in range(first, last):

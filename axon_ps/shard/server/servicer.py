@@ -167,6 +167,8 @@ class ShardServicer:
         if dtype_from_proto(request.dtype) is not precision.param or request.compressed != compressed:
             how = "compressed" if compressed else precision.param.value
             raise InvalidRequest(f"a speculative gather takes parameters only as this job sends them: {how}")
+        if precision.by_tensor:
+            raise InvalidRequest(f"parameters that travel as {precision.param_compression} are gathered after a step")
         hypers = hypers_from_proto(request.expected)
         engine.counters["gathers"] += 1
         for index in range(*owned.chunks.range_of(request.begin, request.end)):

@@ -24,7 +24,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array
 
 ALL = [compressor("int8"), compressor("int8", block_numel=16), compressor("top_k", fraction=0.1)]
-ALL += [compressor("int4"), compressor("bf16"), compressor("fp16")]
+ALL += [compressor("int4"), compressor("bf16"), compressor("fp16"), compressor("float8_e4m3")]
 ALL += [compressor("block_top_k", fraction=0.1, bits=bits) for bits in (2, 3, 4)]
 NAMES = [f"{c.name}-{i}" for i, c in enumerate(ALL)]
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)

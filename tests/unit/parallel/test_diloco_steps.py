@@ -178,6 +178,8 @@ def test_schedules_that_cannot_be_are_refused() -> None:
         InvalidRequest, match="param_wire_dtype is torch.bfloat16; use one of float32, bf16, fp16, int4, int8"
     ):
         made(param_wire_dtype=torch.bfloat16)
+    with pytest.raises(InvalidRequest, match="param_wire_dtype is 'float8_e4m3', for layers that compute in it"):
+        made(param_wire_dtype="float8_e4m3")
     for wrong in (-0.1, 1.1, float("nan")):
         with pytest.raises(InvalidRequest, match=f"mixing is {wrong}; it must be from 0 to 1, or None"):
             made(overlap_steps=1, mixing=wrong)

@@ -275,7 +275,9 @@ def test_a_frozen_parameter_of_a_dtype_that_cannot_train_is_sharded_or_ignored(
 
 
 def test_a_trainable_parameter_of_such_a_dtype_is_to_be_built_in_another() -> None:
-    with pytest.raises(InvalidRequest, match=r"'extra' has dtype torch\.float64; .*build it in one of these"):
+    with pytest.raises(
+        InvalidRequest, match=r"'extra' has dtype torch\.float64; .*build it in one of these \(module\.float"
+    ):
         wrapped(Extra(torch.ones(2, dtype=torch.float64), trainable=True))
 
 

@@ -27,6 +27,7 @@ from axon_ps.parallel import (
     sharded_model,
 )
 from axon_ps.parallel.fsdp.on_servers import traffic
+from axon_ps.parallel.fsdp.on_servers.traffic import NodeTraffic
 from axon_ps.testing import run_threads
 from composed_model import INPUTS, TARGETS, Block, Model
 
@@ -77,6 +78,17 @@ def test_a_node_moves_what_was_estimated(strategy: ShardingStrategy, offload: CP
     expected = node[0][2].of(strategy)
     assert sum(sent for _, sent, _ in node) == expected.sent_bytes
     assert sum(received for received, _, _ in node) == expected.received_bytes
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "float8_e4m3"])
+def test_compressed_bytes_are_estimated_too(wire: str) -> None:
+    def run(world: World) -> tuple[int, int, NodeTraffic]:
+        precision = MixedPrecision(wire_dtype=wire, reduce_dtype=wire)
+        expected = estimate(Model(), world, unit_types={Block}, mixed_precision=precision).of(FULL)
+        return *step_bytes(world, sharding_strategy=FULL, mixed_precision=precision), expected
+
+    received, sent, expected = run_threads(run, 1)[0]
+    assert (received, sent) == pytest.approx((expected.received_bytes, expected.sent_bytes), rel=0.01)
 
 
 @pytest.mark.parametrize(

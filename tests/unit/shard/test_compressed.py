@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from axon_ps.compress import Compressor, Int4, Int8, TopK
+from axon_ps.compress import Compressor, Float8, Int4, Int8, TopK
 from axon_ps.coordinator.core.records import (
     ParameterState,
     job_record,
@@ -268,3 +269,48 @@ def test_a_restarted_coordinator_knows_the_compression(grad: Compressor | None) 
     durable = load({r.key: r.value for r in records if r.value is not None})
     assert durable is not None
     assert durable.models[0].spec == spec
+
+
+def test_float8_frames_have_one_scale_a_tensor_at_every_version() -> None:
+    flagged = tuple(
+        replace(u, parameters=tuple(replace(p, float8=p.numel > 45) for p in u.parameters)) for u in LAYOUT.units
+    )
+    spec = JobSpec(
+        layout=replace(LAYOUT, units=flagged),
+        precision=WirePrecision(param_compression=Float8(rest_bits=32)),
+        options=PlanOptions(chunk_numel=64, min_slice_numel=8),
+    )
+    assert job_spec_from_proto(job_spec_to_proto(spec)) == spec
+    assert "parameter 'u0.p0' travels as float8 here" in spec.difference(replace(spec, layout=LAYOUT))
+    made = servers(spec)
+    assert all(not owned.wire.feedback for engine in made.engines for owned in engine.slices.values())
+
+    def check() -> None:
+        for unit, of in enumerate(flagged):
+            how, out = spec.precision_of(of).param_compression, np.empty(of.numel, np.float32)
+            assert how is not None
+            for s in made.plan.slices[unit]:
+                for frame in made.engines[s.server].parameters.frames(unit, s.begin, s.end):
+                    header, payload = decode_chunk(frame)
+                    begin, end = header.offset, header.offset + header.numel
+                    sizes = how.within(begin, end).compressed_bytes
+                    how.within(begin, end).decompress(payload_array(header, payload, s.numel, sizes), out[begin:end])
+            expected = master(made, unit).copy()
+            for p in of.parameters:
+                if p.float8:
+                    tensor, data = expected[p.offset : p.end], np.empty(p.numel + 4, np.uint8)
+                    Float8().compress(tensor.copy(), data)
+                    Float8().decompress(data, tensor)
+            assert out.tobytes() == expected.tobytes()
+
+    check()
+    for seed in range(2):
+        made.train_step([[normals(341, seed), normals(50, seed), None]])
+        check()
+    made.push(0, 0, normals(341, 7))
+    made.end(Outcome.ABORT)
+    check()
+    for engine in made.engines:
+        for owned in engine.slices.values():
+            owned.wire.drop_frames()
+    check()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Unit, build_unit
-from axon_ps.sharding.plan import ALIGN_NUMEL, PlanOptions, make_plan
+from axon_ps.sharding.plan import ALIGN_NUMEL, PlanOptions, make_plan, num_slices
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType
 
@@ -19,16 +22,21 @@ shapes = st.lists(st.lists(st.integers(1, 40), max_size=2).map(tuple), min_size=
 options_strategy = st.builds(PlanOptions, chunk_numel=st.integers(1, 100), min_slice_numel=st.integers(1, 200))
 
 
+def with_float8(unit: Unit, names: Collection[str]) -> Unit:
+    return replace(unit, parameters=tuple(replace(p, float8=p.name in names) for p in unit.parameters))
+
+
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn, *, float8: bool = False) -> Layout:
     units: list[Unit] = []
     for i in range(draw(st.integers(1, 5))):
         parameters = [(f"{i}.{j}", shape, F32) for j, shape in enumerate(draw(shapes))]
-        units.append(build_unit(f"u{i}", parameters, trainable=draw(st.booleans())))
+        unit = build_unit(f"u{i}", parameters, trainable=draw(st.booleans()))
+        units.append(with_float8(unit, {p.name for p in unit.parameters if draw(st.booleans())}) if float8 else unit)
     return Layout(units=tuple(units))
 
 
-@given(layouts(), st.integers(1, 6), options_strategy)
+@given(st.one_of(layouts(), layouts(float8=True)), st.integers(1, 6), options_strategy)
 def test_slices_cover_each_unit_exactly_and_chunks_each_slice(
     layout: Layout, servers: int, options: PlanOptions
 ) -> None:
@@ -43,6 +51,26 @@ def test_slices_cover_each_unit_exactly_and_chunks_each_slice(
             assert [b for b, _ in bounds] == [s.begin, *(e for _, e in bounds[:-1])]
             assert bounds[-1][1] == s.end
     assert sum(s.numel for owned in plan.by_server for s in owned) == layout.numel
+    assert num_slices(layout, servers, options) == len(plan.numbered)
+
+
+@given(layouts(float8=True), st.integers(1, 6), options_strategy)
+def test_a_parameter_that_travels_as_float8_is_on_one_server(
+    layout: Layout, servers: int, options: PlanOptions
+) -> None:
+    plan = make_plan(layout, servers, options)
+    for index, p in layout.parameters():
+        holders = [s for s in plan.slices[index] if s.begin < p.end and p.offset < s.end]
+        assert len(holders) == 1 or not p.float8
+
+
+def test_units_of_float8_are_spread_evenly_over_servers() -> None:
+    sizes = [(1024, 1024), (256, 1024), (256, 1024), (1024, 1024), *[(1024, 2816)] * 3]  # as of a Llama's block
+    blocks = [build_unit(f"b{i}", [(f"{i}.{j}", shape, F32) for j, shape in enumerate(sizes)]) for i in range(32)]
+    layout = Layout(units=tuple(with_float8(unit, {p.name for p in unit.parameters}) for unit in blocks))
+    for servers, most in ((2, 1.01), (4, 1.05), (8, 1.05), (16, 1.15)):
+        owned = [sum(s.numel for s in slices) for slices in make_plan(layout, servers).by_server]
+        assert max(owned) < most * layout.numel / servers
 
 
 @given(layouts(), st.integers(1, 6), options_strategy)

@@ -150,7 +150,7 @@ class ServerRuntime(Runtime):
     def _speculate(self, ticket: Ticket) -> Ticket:
         """Begin a step or another addend, with this ticket, and gather as the step is expected to be."""
         self._ticket = ticket
-        expected = self.expected_hyper if self._speculation.may_begin(ticket) else None
+        expected = self.expected_hyper if self._speculation.may_begin(ticket, self._wrapping.spec.precision) else None
         hyper = None if expected is None else expected()
         self._speculation.begin(ticket, hyper)
         self._expect(hyper)

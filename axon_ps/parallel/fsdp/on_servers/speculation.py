@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.gathering import UnitGathering
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Decision, Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -45,9 +46,14 @@ class Speculation:
         self._unclipped = False
         self._last_addend = 0
 
-    def may_begin(self, ticket: Ticket) -> bool:
-        """Return True if a step is expected to be unclipped, and to end with this addend, as the last step did."""
-        return self._unclipped and not ticket.is_void and ticket.addend == self._last_addend
+    def may_begin(self, ticket: Ticket, precision: WirePrecision) -> bool:
+        """Return True if values may be gathered before a step is decided.
+
+        The step is expected to be unclipped, and to end with this addend, as the last step did. Values by tensor need
+        all of a tensor.
+        """
+        likely = self._unclipped and ticket.addend == self._last_addend
+        return likely and not (ticket.is_void or precision.by_tensor)
 
     def begin(self, ticket: Ticket, hyper: Sequence[Hyper] | None) -> None:
         """Expect these hyperparameters in the vote for a step; None = nothing is expected."""

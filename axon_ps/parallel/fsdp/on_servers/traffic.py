@@ -17,6 +17,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
+from axon_ps.parallel.fsdp.tensors import float8_weights
 from axon_ps.parallel.precision import TORCH_DTYPES, MixedPrecision
 from axon_ps.sharding.layout import ELEMENT_BYTES, Unit
 from axon_ps.sharding.precision import WirePrecision
@@ -104,8 +105,10 @@ def estimate(
     sizes = [workers // nodes] * nodes if world is None else _sizes(world.membership.workers)
     if gpus is None:
         gpus = world is None or torch.cuda.is_available()
-    precision = known["mixed_precision"]
+    precision = float8_weights.precision_for(module, known["mixed_precision"])
     wire = precision.wire(wrap.widest_dtype(units))
+    if wire.by_tensor:
+        units = float8_weights.marked(module, units)
     strategy, why = chosen(sizes, gpus=gpus)
     offloads = known["cpu_offload"].offloads_params
     retains = known.get("retain_frozen", True)
@@ -154,7 +157,7 @@ def traffic(
         ModuleBytes.of([(w.unit, *flat_bytes(w.unit)) for w in owned], wire, retains=retains)
         for owned in by_owner.values()
     ]
-    found = node_traffic(modules, workers, offloads=offloads, parts=parts)
+    found = node_traffic(modules, workers, offloads=offloads or wire.differs, parts=parts)
     return tuple(
         NodeTraffic(strategy=ShardingStrategy[name], received_bytes=received, sent_bytes=sent)
         for name, (received, sent) in found.items()
