@@ -1,15 +1,16 @@
 """The moments of torch's optimizers on the servers, in the form of torch's `optimizer.state`.
 
+Each worker reads them by itself, as it gathers parameters.
+
 Note: [Through files]
-    Servers send and take moments in checkpoints alone. So they write one into a temporary directory of the worker of
-    lowest rank, and every worker reads it. To change moments, that worker changes the checkpoint, and the servers
-    restore it. If workers and servers are on several hosts, TMPDIR must be a directory that all of them reach.
+    Servers take moments in checkpoints alone. So they write one into a temporary directory of the worker of lowest
+    rank. That worker changes the moments in it, and the servers restore it. If workers and servers are on several
+    hosts, TMPDIR must be a directory that all of them reach.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -20,6 +21,7 @@ import torch
 from axon_ps.errors import CheckpointError, ConfigurationError, InvalidRequest
 from axon_ps.optim.registry import create, initial_states
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.on_servers.served_masters import ServedMasters
 from axon_ps.parallel.optim import ServerOptimizer, in_our_names
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
 from axon_ps.types import OptimizerSpec
@@ -34,12 +36,11 @@ Names: TypeAlias = Mapping[torch.Tensor, Sequence[str]]
 States: TypeAlias = dict[torch.Tensor, dict[str, torch.Tensor]]
 
 _STEP: Final = "step"
-_READ: Final = "the moments were not read, since that failed"
 _WRITTEN: Final = "the moments were not loaded, since that failed"
 _HINT: Final = (
-    "moments come to a state dict, and from it to the shard servers, through files in a temporary directory: set "
-    "TMPDIR to a directory that workers and servers reach; or leave them out of the state dict, and save and load them "
-    "with sharded_model(model).save_checkpoint(uri, optimizer) and load_checkpoint(uri, optimizer)"
+    "moments of a state dict come to the shard servers through files in a temporary directory: set TMPDIR to a "
+    "directory that workers and servers reach; or leave them out of the state dict, and save and load them with "
+    "sharded_model(model).save_checkpoint(uri, optimizer) and load_checkpoint(uri, optimizer)"
 )
 
 
@@ -93,28 +94,28 @@ def initial(spec: OptimizerSpec, names: Names) -> States:
     }
 
 
-def read(model: FullyShardedDataParallel, states: States) -> None:
-    """Fill a state that `initial` returned with the moments on the servers. Every worker calls it.
+def read(model: FullyShardedDataParallel, spec: OptimizerSpec, states: States) -> None:
+    """Fill a state that `initial` returned with the moments on the servers. No other worker takes part.
 
     Raises:
-        AxonError: the servers cannot write them, or a worker cannot read them.
+        StepAborted: the job went on without this worker meanwhile.
+        AxonError: the servers cannot send them.
     """
-
-    def fill() -> None:
-        full, manifest = _full_model(model, directory)
-        if manifest.optimizer is None:  # no step was made
-            return
-        for flat in (flat for flat in model.runtime.flats if flat.trainable):
-            arrays, updates = full.moments(flat.index)
-            for spec, param, count in zip(flat.unit.parameters, flat.params, updates, strict=True):
-                for name, tensor in states.get(param, {}).items():
-                    if name == _STEP:
-                        tensor.fill_(count)
-                    elif name in arrays:
-                        tensor.copy_(torch.from_numpy(arrays[name][spec.offset : spec.end]).view(spec.shape))
-
-    with _checkpoint(model, _READ, lambda directory: None) as directory:
-        model.runtime.masters.together(_READ, fill)
+    masters, initially = model.runtime.masters, initial_states(spec)
+    assert isinstance(masters, ServedMasters)
+    wanted = {
+        flat: {name: initially[name] for param in flat.params for name in states.get(param, ()) if name != _STEP}
+        for flat in model.runtime.flats
+    }
+    flats = [flat for flat, names in wanted.items() if names]
+    found = masters.moments((flat.index, wanted[flat]) for flat in flats)
+    for flat, (arrays, updates) in zip(flats, found, strict=True):
+        for of, param, count in zip(flat.unit.parameters, flat.params, updates, strict=True):
+            for name, tensor in states.get(param, {}).items():
+                if name == _STEP:
+                    tensor.fill_(count)
+                else:
+                    tensor.copy_(arrays[name][of.offset : of.end].view(of.shape))
 
 
 def check(
@@ -168,13 +169,6 @@ def write(
         changed = replace(manifest, optimizer=spec, num_servers=1, files=(file,), slices_in=(), others=())
         write_manifest(directory, changed)
 
-    with _checkpoint(model, _WRITTEN, change) as directory:
-        model.runtime.load(directory, optimizer)
-
-
-@contextmanager
-def _checkpoint(model: FullyShardedDataParallel, failed: str, change: Callable[[str], None]) -> Iterator[str]:
-    """Have the servers write a checkpoint, and the worker of lowest rank change it; see Note: [Through files]."""
     world = world_of(model.process_group)
     with TemporaryDirectory(prefix="axon_ps-moments-", ignore_cleanup_errors=True) as mine:
 
@@ -186,7 +180,8 @@ def _checkpoint(model: FullyShardedDataParallel, failed: str, change: Callable[[
             return mine
 
         try:
-            yield next(filter(None, model.runtime.masters.together(failed, save)))
+            directory = next(filter(None, model.runtime.masters.together(_WRITTEN, save)))
+            model.runtime.load(directory, optimizer)
         except (CheckpointError, ConfigurationError) as error:
             error.add_note(_HINT)
             raise
