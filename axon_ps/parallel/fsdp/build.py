@@ -33,7 +33,7 @@ from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, NodeSource, ParameterSource, RemoteSource
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy, check_sub_group, checked_node_size, checked_policy
 from axon_ps.parallel.fsdp.wrap import Wrapping
-from axon_ps.parallel.precision import TORCH_DTYPES
+from axon_ps.parallel.precision import TORCH_DTYPES, CastForF32
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.partitions import even_options
@@ -55,13 +55,14 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
     Raises:
         Misuse, InvalidRequest: as of `FullyShardedDataParallel`.
     """
-    module, mixed, group = given.module, given.mixed_precision, current_group(group)
+    module, group = given.module, current_group(group)
     world = world_of(group)
     members = world.membership.workers
     wrap.refuse_wrapped(module, "FSDP")
     wrap.refuse_sparse(module, given.ignored_parameters)
-    is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
-    wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
+    wrapped_units, mixed, uncast = wrap.divide(
+        module, given.auto_wrap_policy, given.unit_types, given.mixed_precision, given.ignored_parameters
+    )
     device = given.device or _device_of(wrapped_units)
     strategy, why = traffic.strategy_for(given, members, device)
     if not group.is_world and len(group.ranks) != world.world_size:  # it may change at any moment
@@ -101,6 +102,7 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
             built=built,
             node_size=node_size,
             prefetch=given.prefetch,
+            uncast=uncast,
         )
         traffic.log_choice(wrapping, wrapped_units, world.membership, why)
         yield wrapping, wrapped_units
@@ -124,7 +126,11 @@ class Made:
 def made(wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, init: Init, wrapper: nn.Module) -> Made:
     """Register a model or join its broadcast, and make its parts. All that they start ends with `wrapper`."""
     materialize.make_buffers(module, init, wrapping.device)
-    buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype)
+    uncast_types = wrapping.precision.uncast_types
+    buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype, uncast_types)
+    for child in module.modules():
+        if isinstance(child, uncast_types):
+            CastForF32().register(child)
     buffers = ModuleBuffers(module, buffer_dtypes)
     served: ServedBuffers | None = None
     runtime: Runtime

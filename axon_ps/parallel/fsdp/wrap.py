@@ -12,7 +12,7 @@ cannot be sharded is refused here, before any other process is told of it. The e
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import is_
 
@@ -72,6 +72,7 @@ class Wrapping:
         built: the dtype that holds the values of all parameters as they were built.
         node_size: workers of a node.
         prefetch: True if units are gathered before they are needed.
+        uncast: names of units that compute in the dtype that they were built with, whatever the precision.
         meter: counts the bytes of parameters.
         counters: those of `statistics()`.
     """
@@ -86,12 +87,14 @@ class Wrapping:
     built: torch.dtype
     node_size: int
     prefetch: bool
+    uncast: frozenset[str] = frozenset()
     meter: Meter = field(default_factory=Meter)
     counters: Counters = field(default_factory=Counters)
 
     def compute_of(self, unit: Unit) -> torch.dtype:
         """Return the dtype in which the parameters of a unit compute."""
-        return self.precision.compute(TORCH_DTYPES[unit.parameters[0].dtype])
+        built = TORCH_DTYPES[unit.parameters[0].dtype]
+        return built if unit.name in self.uncast else self.precision.compute(built)
 
     @property
     def wire(self) -> DType:
@@ -292,6 +295,31 @@ def partition(
                     WrappedUnit(owner=owner, unit=_unit(name, params, names, trainable), params=tuple(params))
                 )
     return tuple(wrapped_units)
+
+
+def divide(
+    module: nn.Module,
+    is_unit: Callable[[nn.Module], bool] | None,
+    unit_types: tuple[type[nn.Module], ...],
+    precision: MixedPrecision,
+    ignored: Collection[nn.Parameter],
+) -> tuple[tuple[WrappedUnit, ...], MixedPrecision, frozenset[str]]:
+    """Return the units of a module, the precision that applies to them, and the names of units that are not cast.
+
+    `MixedPrecision.uncast_types` have no effect if neither `is_unit` nor `unit_types` are given, as in torch.
+
+    Raises:
+        InvalidRequest: as of `partition`.
+    """
+    types = precision.uncast_types if is_unit is not None or unit_types else ()
+    chosen = is_unit or (lambda child: isinstance(child, unit_types))
+    units = partition(module, lambda child: isinstance(child, types) or chosen(child), ignored)
+    uncast = tuple(w for w in units if w.owner and isinstance(module.get_submodule(w.owner), types))
+    wire = precision.wire_dtype
+    if uncast and wire is None:
+        wire = torch.promote_types(precision.compute(widest_dtype(units)), widest_dtype(uncast))
+    applied = replace(precision, uncast_types=types, wire_dtype=wire)
+    return units, applied, frozenset(w.unit.name for w in uncast)
 
 
 def refuse_shared_memory(module: nn.Module, wrapped_units: Sequence[WrappedUnit]) -> None:
