@@ -130,6 +130,7 @@ def upload(
     for index, wrapped in enumerate(wrapped_units):
         array: Array = values_of(module, wrapped, init).numpy()
         steps.parameters.upload(index, array, epoch=steps.view.epoch)
+        del array  # before the next one is made
 
 
 def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None) -> torch.Tensor:

@@ -95,9 +95,12 @@ class WrappedValues:
 
     def full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `FullyShardedDataParallel.full_parameters`."""
-        for unit, values in zip(self._layout.units, self._runtime.masters.units(), strict=True):
+        units = self._runtime.masters.units()
+        for unit in self._layout.units:  # `zip` would hold the values of a unit while the next one's are read
+            values = next(units)
             for spec in unit.parameters:
                 yield spec.name, values[spec.offset : spec.end].view(spec.shape)
+            del values
 
     @property
     def sharded(self) -> set[nn.Parameter]:
@@ -137,6 +140,7 @@ class WrappedValues:
         self._runtime.units[0].check_replaced()
         for name, value in self.full():
             copy = value.to(TORCH_DTYPES[by_name[name].dtype], copy=True)
+            del value
             state.update({k: copy for k in (prefix + n for n in (name, *by_name[name].aliases)) if k in wanted})
         members = (
             self._module.named_parameters(remove_duplicate=False),

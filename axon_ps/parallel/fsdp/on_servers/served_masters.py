@@ -38,6 +38,7 @@ class ServedMasters(Masters):
             self._client.parameters.gather(index, values.numpy(), exact=True).wait()
             self._check(began)
             yield values
+            del values  # before the next one is made
 
     def moments(
         self, wanted: Iterable[tuple[int, Mapping[str, float]]]
