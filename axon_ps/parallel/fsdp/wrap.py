@@ -390,7 +390,7 @@ def _inside(module: nn.Module) -> nn.Module:
 
 def _check_parameter(param: nn.Parameter, name: str) -> None:
     """Raise if a parameter cannot be sharded."""
-    beside = "give it in FSDP's ignored_parameters (each worker retains its own, averaged by nobody)"
+    beside = "give it in FSDP's ignored_parameters (each worker retains its own, without averages)"
     if isinstance(param, nn.UninitializedParameter):
         raise InvalidRequest(f"parameter {name!r} has no shape yet; run a lazy module once before wrapping it")
     if hasattr(param, "_axon_home"):
