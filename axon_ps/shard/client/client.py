@@ -171,9 +171,7 @@ class ShardGroup:
             compressed: if the job compresses parameters, they are sent compressed and decompressed to `out`.
             epoch: number of restores of the job at `min_version`. Servers answer once they know of it.
             span: the span of the call; counts its bytes.
-            moment: name of a moment of the optimizer that is gathered in place of parameters, as f32; "" = none. `out`
-                stays as it is if the optimizer does not have it.
-            updates: with `moment`: gets the updates of each parameter of the unit.
+            moment, updates: as of `Transfer`. `out` stays as it is if the optimizer does not have the moment.
 
         Returns:
             The (oldest) version gathered: at least `min_version`.

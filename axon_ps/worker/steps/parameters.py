@@ -83,7 +83,7 @@ class Parameters:
             end: one past the last element wanted; None = the unit's end.
             exact: transfer them uncompressed even if the job compresses parameters, and at the newest version that this
                 worker knows of: the values that the servers hold, not those that training computes with.
-            moment, updates: see `ShardGroup.gather`; they are exact.
+            moment, updates: as of `ShardGroup.gather`, with `exact`.
 
         Returns:
             A handle whose result is the version gathered.
