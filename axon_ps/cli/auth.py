@@ -159,7 +159,7 @@ def revoke(
         str,
         typer.Argument(help="A member (worker/3), an id or serial number that `auth show` prints.", show_default=False),
     ],
-    reason: Annotated[str, typer.Option(help="What whoever is refused is told.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason that refused callers get.")] = "",
     timeout_s: o.Timeout = 10.0,
     *,
     settings: Settings,

@@ -233,3 +233,14 @@ def dashes(name: str) -> str:
 def leave(code: int) -> NoReturn:
     """End the command with an exit code."""
     raise typer.Exit(code)
+
+
+def is_auto(resume: str, checkpoint_dir: str | None) -> bool:
+    """Return True if a job is to resume from the newest checkpoint of a directory.
+
+    Raises:
+        ConfigurationError: no directory was given.
+    """
+    if resume == "auto" and not checkpoint_dir:
+        raise ConfigurationError("--resume auto takes the newest checkpoint of --checkpoint-dir, which was not given")
+    return resume == "auto"

@@ -63,7 +63,11 @@ def coordinator(
         ),
     ] = None,
     resume: Annotated[
-        str, typer.Option(help="Checkpoint, or directory of checkpoints, to start from.", show_default=False)
+        str,
+        typer.Option(
+            help="Checkpoint, or directory of checkpoints, to start from; auto = the newest of --checkpoint-dir.",
+            show_default=False,
+        ),
     ] = "",
     checkpoint_dir: Annotated[
         str | None,
@@ -116,6 +120,8 @@ def coordinator(
     from axon_ps.coordinator.server.server import serve
     from axon_ps.storage.files import absolute
 
+    if o.is_auto(resume, checkpoint_dir):
+        resume = ""  # a job that is not known yet begins with the newest one in any case
     configuration = CoordinatorConfig(
         job=settings.job,
         world_size=world_size,

@@ -101,6 +101,11 @@ def is_torch(data: Any) -> bool:
     return torch is not None and isinstance(data, torch.Tensor)
 
 
+def is_parameter(data: Any) -> bool:
+    """Return True for a parameter of torch, also a frozen one."""
+    return is_torch(data) and isinstance(data, sys.modules["torch"].nn.Parameter)
+
+
 def _is_cupy(data: Any) -> bool:
     return type(data).__module__.partition(".")[0] == "cupy"
 

@@ -347,7 +347,7 @@ def empty_shared(
 def _gradient(item: Any) -> Any:
     if not arrays.is_torch(item):
         return item
-    return item.grad if item.requires_grad and item.is_leaf else item
+    return item.grad if arrays.is_parameter(item) or (item.requires_grad and item.is_leaf) else item
 
 
 def _buckets(flats: Sequence[Flat]) -> Iterable[list[Flat]]:

@@ -44,7 +44,10 @@ def _make() -> socket.socket:
     if not hasattr(socket, "SO_PEERCRED"):
         raise Unreachable("descriptors are passed between processes on Linux only")
     fork.check()
-    return _register(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    try:
+        return _register(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    except OSError as error:
+        raise Unreachable(f"this process can make no socket: {error.strerror}") from error
 
 
 def _register(made: socket.socket) -> socket.socket:
@@ -92,7 +95,8 @@ class PeerSocket:
         """Connect to a `Listener` of that name.
 
         Raises:
-            Unreachable: it is not in this network namespace, or is another user's, or is not accepted.
+            Unreachable: it is not in this network namespace, or is another user's, or is not accepted; or this process
+                may open no more files.
             InvalidRequest: it is not the name of a `Listener`.
             Misuse: this process is a fork of a worker.
         """

@@ -166,7 +166,7 @@ def _checked_size(fd: int) -> int:
         ) from error
     if not seals & fcntl.F_SEAL_SHRINK:
         raise InvalidRequest(
-            "the shared memory that was passed is not sealed against shrinking (F_SEAL_SHRINK), so whoever has it "
+            "the shared memory that was passed is not sealed against shrinking (F_SEAL_SHRINK), so its owner "
             "could end this process; seal it before it is passed"
         )
     found = os.fstat(fd)

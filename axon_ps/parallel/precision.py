@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import torch
+from torch import nn
 
 from axon_ps.collectives import cuda
 from axon_ps.compress.compressor import Compressor
@@ -61,6 +62,9 @@ class MixedPrecision:
         output_dtype: floating-point outputs of the whole model; None = as they come.
         buffer_dtype: floating-point buffers; None = as they were built.
         cast_forward_inputs: True to cast floating-point inputs of the whole model to `param_dtype`.
+        uncast_types: classes of modules that become units of their own, if units are chosen at all. Their parameters
+            and buffers stay in the dtype that they were built with, which the wire then holds, too. Their inputs are
+            cast to f32, and their outputs back.
 
     Raises:
         InvalidRequest: no dtype has the name that was given, or layers cannot compute in it.
@@ -72,6 +76,7 @@ class MixedPrecision:
     output_dtype: _TorchDType = _TorchDType()
     buffer_dtype: _TorchDType = _TorchDType()
     cast_forward_inputs: bool = True
+    uncast_types: tuple[type[nn.Module], ...] = ()
 
     def __post_init__(self) -> None:
         if self.param_dtype is not None and self.param_dtype.itemsize == 1:
@@ -138,6 +143,27 @@ def view_of(values: torch.Tensor, parameter: Parameter) -> torch.Tensor:
 def views_of(values: torch.Tensor, unit: Unit) -> list[torch.Tensor]:
     """Return the views of all parameters in the values of their unit; see `view_of`."""
     return [view_of(values, parameter) for parameter in unit.parameters]
+
+
+class CastForF32:
+    """Hooks that cast the inputs of a module to f32, and its outputs back."""
+
+    def __init__(self) -> None:
+        self._given: torch.dtype | None = None
+
+    def register(self, module: nn.Module) -> None:
+        """Cast in each forward of a module."""
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._behind)
+
+    def _before(self, module: nn.Module, inputs: Any) -> Any:
+        floats = (x for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor))
+        given = [x.dtype for x in floats if x.is_floating_point() and x.dtype != torch.float32]
+        self._given = given[-1] if given else None
+        return cast_floats(inputs, torch.float32)
+
+    def _behind(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        return output if self._given is None else cast_floats(output, self._given)
 
 
 def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) -> None:

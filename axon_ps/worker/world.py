@@ -259,8 +259,9 @@ class World:
             Disagreement: the workers gave different ranks.
         """
         group = self.default_group
-        if unknown := [r for r in ranks if not group.contains(r)]:
-            raise InvalidRequest(f"new_group was given rank {unknown[0]}; the workers are {list(group.ranks)}")
+        with group.calls.preparing("new_group", False, None, False):  # the others do not wait for this worker
+            if unknown := [r for r in ranks if not group.contains(r)]:
+                raise InvalidRequest(f"new_group was given rank {unknown[0]}; the workers are {list(group.ranks)}")
         return group.new_group([group.ranks.index(r) for r in ranks], backend=backend)
 
     def node_group(self, grouping: Grouping = EACH_NODE) -> ProcessGroup:

@@ -409,7 +409,7 @@ class SimulatedWorker:
     async def _push(self, unit: int, grad: Array, ticket: Any) -> None:
         """Push as `Gradients.push` does."""
         await self.steps.gradients._push(
-            unit, grad, ticket, None, 0, None, self.steps.trace.call("push", unit, absent=False)
+            unit, grad, ticket, lambda: None, 0, None, self.steps.trace.call("push", unit, absent=False)
         )
 
 

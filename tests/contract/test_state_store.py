@@ -251,6 +251,24 @@ def test_sqlite_gives_the_space_of_what_was_deleted_back(tmp_path: Path, *, made
     assert size_of(path) < 2 << 20
 
 
+def test_a_batch_that_sqlite_has_committed_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space cannot be given back once: it is with the next batch."""
+    with SqliteStateStore(tmp_path / "state.sqlite") as store:
+        store.apply([Record("large", bytes(4 << 20)), Record("small", b"1")])
+        db, shrink = store._connection(), store._shrink
+
+        def fail(db: sqlite3.Connection) -> None:
+            monkeypatch.setattr(store, "_shrink", shrink)
+            raise sqlite3.OperationalError("disk I/O error")
+
+        monkeypatch.setattr(store, "_shrink", fail)
+        store.apply([Record("large", None)])
+        assert store.load() == {"small": b"1"}
+        free = db.execute("PRAGMA freelist_count").fetchone()[0]
+        store.apply([Record("small", b"2")])
+        assert db.execute("PRAGMA freelist_count").fetchone()[0] < free
+
+
 @pytest.mark.parametrize("made_before", [False, True])
 def test_sqlite_files_are_their_owners_alone(tmp_path: Path, *, made_before: bool) -> None:
     path = tmp_path / "new" / "st.sqlite"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import runpy
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ import torch
 from axon_ps import World
 from axon_ps.compress import registry as compressors
 from axon_ps.compress.registry import compressor
-from axon_ps.errors import AxonError, Closed
+from axon_ps.errors import AxonError, Closed, NotLeader
 from axon_ps.optim import create
 from axon_ps.optim import registry as optimizers
 from axon_ps.storage.state_store import Record, open_store
@@ -153,7 +156,9 @@ def test_the_compressor_sends_signs_and_loses_nothing_over_time(sign: ModuleType
     assert np.isnan(out).all()
 
 
-def test_the_state_store_survives_and_a_failed_batch_leaves_nothing(tmp_path: Path) -> None:
+def test_the_state_store_survives_and_a_failed_batch_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     importlib.import_module("json_store")
     path = tmp_path / "state.json"
     with open_store("json", str(path)) as store:
@@ -163,6 +168,20 @@ def test_the_state_store_survives_and_a_failed_batch_leaves_nothing(tmp_path: Pa
             store.apply([Record("c", b"3")])
         (tmp_path / "state.json.new").rmdir()
         store.apply([Record("b", None), Record("absent", None)])
+        for broken in ("open", "fsync"):
+            sync = getattr(os, broken)
+
+            def fail(what: Any, *_: Any, sync: Any = sync) -> Any:
+                if isinstance(what, str) or stat.S_ISDIR(os.fstat(what).st_mode):
+                    raise OSError(5, "Input/output error")
+                return sync(what)
+
+            with monkeypatch.context() as patched, pytest.raises(NotLeader, match="may not outlive its machine"):
+                patched.setattr(os, broken, fail)
+                store.apply([Record("d", broken.encode())])
+            assert store.load() == {"a": b"2", "d": broken.encode()}
+            assert open_store("json", str(path)).load() == store.load()
+        store.apply([Record("d", None)])
     with pytest.raises(Closed):
         store.load()
     assert open_store("json", str(path)).load() == {"a": b"2"}

@@ -45,7 +45,7 @@ from axon_ps.shard.server.calls import fence
 from axon_ps.sharding.placement import Server, new_placement
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
-from axon_ps.types import Array, DType, Grouping, Outcome
+from axon_ps.types import Array, DType, Grouping, OptimizerSpec, Outcome
 from axon_ps.wire.events import UPLOADED, JobState, RestoreOrder, SnapshotOrder
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
@@ -386,6 +386,64 @@ def test_owners_that_disagree_are_asked_again_for_the_later_version() -> None:
             version, got = await gathering
             assert version == 1
             assert got.tobytes() == (FIRST[0] - GRADS[0][0]).tobytes()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_moments_are_gathered_at_one_version(servers: int) -> None:
+    """A server that has not committed yet is waited for. What the optimizer lacks leaves the array as it is."""
+    momentum = OptimizerSpec(name="sgd", groups=({"lr": 1.0, "momentum": 0.5},), group_of=(0, 0, -1))
+
+    async def scenario() -> None:
+        async with job(SPEC, servers=servers, optimizer=momentum) as j:
+            await j.upload(FIRST)
+            for grads in GRADS:
+                for unit in range(2):
+                    await j.push(0, unit, grads[unit])
+                j.decide(servers=range(1, servers))
+                if grads is GRADS[0]:
+                    j.decide(servers=[0])
+                    j.advance()
+            updates: list[int] = []
+            gathering = asyncio.ensure_future(j.gather(0, 0, moment="momentum_buffer", updates=updates))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            j.decide(servers=[0])
+            version, found = await gathering
+            expected = {1: GRADS[0][0], 2: 0.5 * GRADS[0][0] + GRADS[1][0]}
+            assert version == updates[0]
+            np.testing.assert_array_equal(found, expected[version])
+            j.advance()
+            version, found = await j.gather(0, 0, moment="momentum_buffer", updates=updates)
+            assert (version, updates) == (2, [2])
+            np.testing.assert_array_equal(found, expected[2])
+            part = np.zeros(300, np.float32)
+            arguments = {
+                "context": j.context(),
+                "timeout_s": TIMEOUT_S,
+                "moment": "momentum_buffer",
+                "updates": updates,
+            }
+            await j.groups[0].gather(0, part, begin=1000, end=1300, min_version=2, **arguments)
+            np.testing.assert_array_equal(part, expected[2][1000:1300])
+            _, found = await j.gather(0, 0, moment="exp_avg", updates=updates)
+            np.testing.assert_array_equal(found, np.full(3000, 7, np.float32))
+            with pytest.raises(InvalidRequest, match="unit 2 is frozen; it has no moment 'momentum_buffer'"):
+                await j.gather(0, 2, moment="momentum_buffer", updates=updates, min_version=0)
+
+    run(scenario())
+
+
+def test_a_server_that_does_not_know_moments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = shard_pb2.AllGatherRequest
+
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            monkeypatch.setattr(shard_pb2, "AllGatherRequest", lambda moment, **fields: make(**fields))
+            with pytest.raises(InvalidRequest, match="has sent parameters, not 'exp_avg'; upgrade it first"):
+                await j.gather(0, 0, moment="exp_avg", updates=[])
 
     run(scenario())
 

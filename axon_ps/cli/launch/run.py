@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
 
 DEFAULT_MASTER_PORT = 29500
-AUTO = "auto"
 
 
 def run(
@@ -194,13 +193,12 @@ def _resume(launch: Launch, checkpoint_dir: str) -> str:
         ConfigurationError: there is no directory to look in.
         CheckpointError: it cannot be read, or none of the checkpoints in it can.
     """
-    if launch.resume == AUTO and not checkpoint_dir:
-        raise ConfigurationError("--resume auto takes the newest checkpoint of --checkpoint-dir, which was not given")
+    auto = o.is_auto(launch.resume, checkpoint_dir)
     if launch.node_rank > 0 or not launch.resume:
         return ""  # node 0 starts the coordinator
     from axon_ps.storage.manifest import newest, nothing_at, read_manifest
 
-    if launch.resume != AUTO:
+    if not auto:
         if not launch.has_state:  # else the coordinator reads it: its state may have the job
             read_manifest(launch.resume)
         return launch.resume

@@ -103,7 +103,7 @@ def _at_address(assembly: Assembly, request: JoinRequest, lease_s: float) -> Ros
 def _check_world_size(assembly: Assembly, request: JoinRequest) -> None:
     if not assembly.world_size and not request.world_size:
         raise InvalidRequest(
-            "nobody has said how many workers the job starts with; give the coordinator or this worker a world size"
+            "it is not known how many workers the job starts with; give the coordinator or this worker a world size"
         )
     if not assembly.was_complete and request.world_size and assembly.world_size not in (0, request.world_size):
         raise InvalidRequest(

@@ -126,7 +126,9 @@ class Barriers:
         for key, barrier in [(k, b) for k, b in self._barriers.items() if b.fails_s <= now]:
             message = f"{_waiting(key[0], self._missing(key, barrier, membership))}, which waits in a step for rank "
             message += f"{format_ranks(barrier.late)}, which waits here; a worker that joins a running job must come "
-            message += "to its first step without waiting for others (World.agree and the key-value store need nobody)"
+            message += (
+                "to its first step without waiting for others (World.agree and the key-value store wait for none)"
+            )
             self._fail(key, Disagreement(message))
         late = [(call, *self._key_of[call]) for call in self._waiting.late(now)]
         missing = {key: self._missing(key, self._barriers[key], membership) for _, key, _ in late}

@@ -61,8 +61,8 @@ async def serve(
         )
     if security.cert_file and not security.mutual and not security.tokens():
         raise ConfigurationError(
-            "whoever reaches this proxy would act by its certificate; have it ask for theirs (--tls-mutual), or for "
-            "the job's token (--token-file or AXON_PS_TOKEN)"
+            "each process that reaches this proxy would act by its certificate; have it ask for theirs (--tls-mutual), "
+            "or for the job's token (--token-file or AXON_PS_TOKEN)"
         )
     upstream = Upstream(coordinator, job, security.acting(Principal.WORKER, job), lambda up: server.set_serving(up))
     proxy = _Proxy(upstream)

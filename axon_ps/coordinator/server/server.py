@@ -205,6 +205,8 @@ async def _lead(
                 config.resume,
             )
     finally:
+        if switch.servicer is not None:
+            switch.servicer.close()
         feed.close()
         await shell.close()
 

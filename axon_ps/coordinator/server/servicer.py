@@ -86,6 +86,10 @@ class CoordinatorServicer:
         self._sessions = MemberSessions(shell, self._traces, self._revocations)
         self._handlers = (service_handler(_SERVICE, self),)
 
+    def close(self) -> None:
+        """End calls that wait for members, since the leadership is over."""
+        self._traces.close()
+
     @property
     def audit(self) -> AuditLog:
         """The log of changes of the job, with the callers."""

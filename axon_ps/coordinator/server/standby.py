@@ -76,7 +76,7 @@ async def stand_by(store: SharedStateStore, switch: Switch, stop: asyncio.Event)
                 return True
             why = f"the coordinator at {leader} leads"
         except (Broken, StorageFull) as error:
-            why = f"nobody is known to lead: {error}"
+            why = f"no leader is known: {error}"
         if switch.why != f"this coordinator stands by: {why}" or loop.time() >= remind_s:
             switch.why = f"this coordinator stands by: {why}"
             remind_s = loop.time() + next(pauses)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -124,9 +124,11 @@ def _precision(value: Any) -> MixedPrecision:
             output_dtype=getattr(value, "output_dtype", None),
             buffer_dtype=getattr(value, "buffer_dtype", None),
             cast_forward_inputs=getattr(value, "cast_root_forward_inputs", value.cast_forward_inputs),
+            uncast_types=_kinds(getattr(value, "_module_classes_to_ignore", ())),
         )
     if isinstance(value, (MixedPrecision, torch.dtype, bool)) or value is None:
-        return MixedPrecision.of(value)
+        precision = MixedPrecision.of(value)
+        return replace(precision, uncast_types=_kinds(precision.uncast_types))
     raise _Refused
 
 

@@ -44,7 +44,7 @@ from axon_ps.parallel.fsdp.strategy import (
 )
 from axon_ps.parallel.fsdp.tensors import float8_weights
 from axon_ps.parallel.fsdp.wrap import Wrapping
-from axon_ps.parallel.precision import TORCH_DTYPES, view_of
+from axon_ps.parallel.precision import TORCH_DTYPES, CastForF32, view_of
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.partitions import even_options
@@ -73,8 +73,9 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
     wrap.refuse_wrapped(module, "FSDP")
     float8_weights.make_plain(module)
     wrap.refuse_sparse(module, given.ignored_parameters)
-    is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
-    wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
+    wrapped_units, mixed, uncast = wrap.divide(
+        module, given.auto_wrap_policy, given.unit_types, mixed, given.ignored_parameters
+    )
     device = given.device or _device_of(wrapped_units)
     strategy, why = traffic.strategy_for(given, members, device)
     if not group.is_world and len(group.ranks) != world.world_size:  # it may change at any moment
@@ -127,6 +128,7 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
             lines=lines,
             groups=None if lines is None else OptimizerGroups(lines, layout),
             retain_frozen=given.retain_frozen,
+            uncast=uncast,
         )
         traffic.log_choice(wrapping, wrapped_units, world.membership, why)
         yield wrapping, wrapped_units
@@ -150,7 +152,11 @@ class Made:
 def made(wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, init: Init, wrapper: nn.Module) -> Made:
     """Register a model or join its broadcast, and make its parts. All that they start ends with `wrapper`."""
     materialize.make_buffers(module, init, wrapping.device)
-    buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype)
+    uncast_types = wrapping.precision.uncast_types
+    buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype, uncast_types)
+    for child in module.modules():
+        if isinstance(child, uncast_types):
+            CastForF32().register(child)
     buffers = ModuleBuffers(module, buffer_dtypes)
     served: ServedBuffers | None = None
     runtime: Runtime
@@ -175,7 +181,7 @@ def made(wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, ini
         materialize.leave_meta(wrapped_units)
         for wrapped in wrapped_units:
             for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
-                recast(param, wrapping.compute_of(spec))
+                recast(param, wrapping.compute_of(wrapped.unit, spec))
         runtime = server_runtime(wrapping, module, wrapped_units, client, wrapper)
     runtime.buffers = buffers
     if served is not None:

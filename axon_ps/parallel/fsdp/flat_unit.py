@@ -501,7 +501,7 @@ class ModuleUnit(Uncopied):
         self.check_replaced()
         if self.tree is not None and torch.is_grad_enabled() and (name := self.tree.untrained):
             raise Misuse(
-                f"parameter {name!r} was {self.tree.change_of(name)} since the model was wrapped, and nobody would "
+                f"parameter {name!r} was {self.tree.change_of(name)} since the model was wrapped, and no worker would "
                 "train it: the parameters that a model has when it is wrapped are averaged and moved. Add and replace "
                 "modules before wrapping; or let it require no gradient"
             )

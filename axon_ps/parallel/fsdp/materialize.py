@@ -137,6 +137,7 @@ def upload(
     for wrapped in (w for w in wrapped_units if w.pushes):
         array: Array = values_of(module, wrapped, init).numpy()
         steps.parameters.upload(wrapped.number, array, epoch=steps.view.epoch)
+        del array  # before the next one is made
 
 
 def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None) -> torch.Tensor:
@@ -213,10 +214,17 @@ def make_buffers(module: nn.Module, init: Callable[[nn.Module], None] | None, de
                 child._buffers[key] = b.to(device)
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Cast floating-point buffers to `dtype`; return the previous dtypes of those that changed, by name."""
+def cast_buffers(
+    module: nn.Module, dtype: torch.dtype | None, uncast_types: tuple[type[nn.Module], ...] = ()
+) -> dict[str, torch.dtype]:
+    """Cast floating-point buffers to `dtype`, except in modules of `uncast_types`.
+
+    Returns the previous dtypes of those that changed, by name.
+    """
     before: dict[str, torch.dtype] = {}
     for prefix, child in module.named_modules():
+        if isinstance(child, uncast_types):
+            continue
         for key, b in child._buffers.items():
             if dtype is not None and b is not None and b.is_floating_point() and b.dtype != dtype:
                 before[name_in_states(f"{prefix}.{key}" if prefix else key)] = b.dtype

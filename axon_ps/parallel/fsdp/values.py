@@ -103,21 +103,27 @@ class WrappedValues:
         units = self._runtime.masters.units(unit for found in sets for unit in found.units)
         for found in sets:
             values: dict[str, torch.Tensor] = {}
-            for unit, flat in zip(found.units, itertools.islice(units, len(found.units)), strict=True):
+            for unit in found.units:  # `zip` would hold the values of a unit while the next one's are read
+                flat = next(units)
                 for p in self._layout.units[unit].parameters:
                     value = view_of(flat, p)
                     if p.whole is None:
                         values[p.name] = value
                     else:
                         values.setdefault(p.whole.name, value.new_empty(p.whole.shape))[p.box] = value
-            yield from ((tensor.name, values[tensor.name]) for tensor in found.tensors)
+                del flat, value
+            for tensor in found.tensors:
+                yield tensor.name, values.pop(tensor.name)
 
     def _boxes(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter, torch.Tensor]]:
         """Yield the parameters of this worker, with their names and the values that are its own, f32."""
         flats = self._runtime.flats
-        for flat, values in zip(flats, self._runtime.masters.units([flat.index for flat in flats]), strict=True):
+        units = self._runtime.masters.units([flat.index for flat in flats])
+        for flat in flats:
+            values = next(units)
             for names, spec, param in zip(flat.names, flat.unit.parameters, flat.params, strict=True):
                 yield names, param, view_of(values, spec)
+            del values
 
     @property
     def sharded(self) -> set[nn.Parameter]:
@@ -158,6 +164,7 @@ class WrappedValues:
         self._runtime.units[0].check_replaced()
         for names, param, value in self._boxes():
             copy = like(param, value.to(TORCH_DTYPES[built[names[0]]], copy=True))
+            del value
             state.update({k: copy for k in (prefix + n for n in names) if k in wanted})
         members = (
             self._module.named_parameters(remove_duplicate=False),

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import is_
 
@@ -99,6 +99,7 @@ class Wrapping:
         lines: those of the mesh; None = each worker has all of the model.
         groups: the optimizer's groups in all lines; None likewise.
         retain_frozen: True if frozen units stay in the memory of this worker; see Note: [Frozen parameters stay].
+        uncast: names of units that compute in the dtype that they were built with, whatever the precision.
         meter: counts the bytes of parameters.
         counters: those of `statistics()`.
     """
@@ -116,25 +117,27 @@ class Wrapping:
     lines: MeshLines | None = None
     groups: OptimizerGroups | None = None
     retain_frozen: bool = True
+    uncast: frozenset[str] = frozenset()
     meter: Meter = field(default_factory=Meter)
     counters: Counters = field(default_factory=Counters)
 
     def computed(self, unit: Unit) -> Unit:
         """Return a unit as its parameters compute: itself, or a raw one in which some have another dtype."""
-        dtypes = [DTYPES[self.compute_of(p)] for p in unit.parameters]
+        dtypes = [DTYPES[self.compute_of(unit, p)] for p in unit.parameters]
         if not unit.raw or dtypes == [p.dtype for p in unit.parameters]:
             return unit
         named = [(p.name, p.shape, dtype) for p, dtype in zip(unit.parameters, dtypes, strict=True)]
         return build_unit(unit.name, named, trainable=False, raw=True)
 
-    def compute_of(self, parameter: Parameter) -> torch.dtype:
-        """Return the dtype in which a parameter computes. Only floating-point ones are cast."""
+    def compute_of(self, unit: Unit, parameter: Parameter) -> torch.dtype:
+        """Return the dtype in which a parameter of a unit computes. Only floating-point ones are cast."""
         built = TORCH_DTYPES[parameter.dtype]
-        return self.precision.compute(built) if parameter.dtype.is_float else built
+        casts = parameter.dtype.is_float and unit.name not in self.uncast
+        return self.precision.compute(built) if casts else built
 
     def flat_of(self, unit: Unit) -> torch.dtype:
         """Return the dtype of the memory in which the parameters of a unit compute: f32 for words of raw ones."""
-        return torch.float32 if unit.raw else self.compute_of(unit.parameters[0])
+        return torch.float32 if unit.raw else self.compute_of(unit, unit.parameters[0])
 
     def gathers_directly(self, unit: Unit) -> bool:
         """Return True if gathered values are those that parameters compute with: nothing casts them."""
@@ -355,6 +358,31 @@ def partition(
     return tuple(wrapped_units)
 
 
+def divide(
+    module: nn.Module,
+    is_unit: Callable[[nn.Module], bool] | None,
+    unit_types: tuple[type[nn.Module], ...],
+    precision: MixedPrecision,
+    ignored: Collection[nn.Parameter],
+) -> tuple[tuple[WrappedUnit, ...], MixedPrecision, frozenset[str]]:
+    """Return the units of a module, the precision that applies to them, and the names of units that are not cast.
+
+    `MixedPrecision.uncast_types` have no effect if neither `is_unit` nor `unit_types` are given, as in torch.
+
+    Raises:
+        InvalidRequest: as of `partition`.
+    """
+    types = precision.uncast_types if is_unit is not None or unit_types else ()
+    chosen = is_unit or (lambda child: isinstance(child, unit_types))
+    units = partition(module, lambda child: isinstance(child, types) or chosen(child), ignored)
+    uncast = tuple(w for w in units if w.owner and isinstance(module.get_submodule(w.owner), types))
+    wire = precision.wire_dtype
+    if uncast and wire is None:
+        wire = torch.promote_types(precision.compute(widest_dtype(units)), widest_dtype(uncast))
+    applied = replace(precision, uncast_types=types, wire_dtype=wire)
+    return units, applied, frozenset(w.unit.name for w in uncast)
+
+
 def refuse_shared_memory(module: nn.Module, wrapped_units: Sequence[WrappedUnit]) -> None:
     """Raise if a parameter to be sharded overlaps with another tensor of the module: its memory will be replaced.
 
@@ -424,7 +452,7 @@ def _inside(module: nn.Module) -> nn.Module:
 
 def _check_parameter(param: nn.Parameter, name: str) -> None:
     """Raise if a parameter cannot be sharded."""
-    beside = "give it in FSDP's ignored_parameters (each worker retains its own, averaged by nobody)"
+    beside = "give it in FSDP's ignored_parameters (each worker retains its own, without averages)"
     if isinstance(param, nn.UninitializedParameter):
         raise InvalidRequest(f"parameter {name!r} has no shape yet; run a lazy module once before wrapping it")
     if hasattr(param, "_axon_home"):

@@ -1,17 +1,18 @@
 """The moments of torch's optimizers on the servers, in the form of torch's `optimizer.state`.
 
+Each worker reads them by itself, as it gathers parameters.
+
 Note: [Through files]
-    Servers send and take moments in checkpoints alone. So they write one into a temporary directory of the worker of
-    lowest rank, and every worker reads it. To change moments, that worker writes the file of the checkpoint anew, and
-    the servers restore it. In a mesh each worker of its replica writes a file of the units that it pushes. If workers
-    and servers are on several hosts, TMPDIR must be a directory that all of them reach.
+    Servers take moments in checkpoints alone. So they write one into a temporary directory of the worker of lowest
+    rank. That worker changes the moments in it, in a mesh each worker of its replica those of the units that it pushes.
+    Then the servers restore it. If workers and servers are on several hosts, TMPDIR must be a directory that all of
+    them reach.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -22,10 +23,9 @@ from axon_ps.errors import CheckpointError, ConfigurationError, InvalidRequest
 from axon_ps.optim.registry import create, initial_states
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.mesh.boxes import box_in, box_of, like
+from axon_ps.parallel.fsdp.on_servers.served_masters import ServedMasters
 from axon_ps.parallel.optim import ServerOptimizer, in_our_names
-from axon_ps.sharding.moves import Places
 from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.storage.contents import open_slices
 from axon_ps.storage.manifest import read_manifest, write_manifest
 from axon_ps.types import OptimizerSpec
 from axon_ps.worker.world import world_of
@@ -39,12 +39,11 @@ Names: TypeAlias = Mapping[torch.Tensor, Sequence[str]]
 States: TypeAlias = dict[torch.Tensor, dict[str, torch.Tensor]]
 
 _STEP: Final = "step"
-_READ: Final = "the moments were not read, since that failed"
 _WRITTEN: Final = "the moments were not loaded, since that failed"
 _HINT: Final = (
-    "moments come to a state dict, and from it to the shard servers, through files in a temporary directory: set "
-    "TMPDIR to a directory that workers and servers reach; or leave them out of the state dict, and save and load them "
-    "with sharded_model(model).save_checkpoint(uri, optimizer) and load_checkpoint(uri, optimizer)"
+    "moments of a state dict come to the shard servers through files in a temporary directory: set TMPDIR to a "
+    "directory that workers and servers reach; or leave them out of the state dict, and save and load them with "
+    "sharded_model(model).save_checkpoint(uri, optimizer) and load_checkpoint(uri, optimizer)"
 )
 
 
@@ -98,33 +97,28 @@ def initial(spec: OptimizerSpec, names: Names) -> States:
     return {param: {name: filled(param, name) for name in of} for param, of in names.items()}
 
 
-def read(model: FullyShardedDataParallel, states: States) -> None:
-    """Fill a state that `initial` returned with the moments on the servers. Every worker calls it.
+def read(model: FullyShardedDataParallel, spec: OptimizerSpec, states: States) -> None:
+    """Fill a state that `initial` returned with the moments on the servers. No other worker takes part.
 
     Raises:
-        AxonError: the servers cannot write them, or a worker cannot read them.
+        StepAborted: the job went on without this worker meanwhile.
+        AxonError: the servers cannot send them.
     """
-
-    def fill() -> None:
-        manifest = read_manifest(directory).section(model.name)
-        if manifest.optimizer is None:  # no step was made
-            return
-        places, first = Places(manifest.layout), initial_states(manifest.optimizer)
-        with open_slices(manifest, manifest.plan.numbered) as source:
-            for flat in (flat for flat in model.runtime.flats if flat.trainable):
-                for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
-                    for name, tensor in states.get(param, {}).items():
-                        if name == _STEP:
-                            moves = places.moves_of(flat.index, spec, spec.offset, spec.offset + 1)
-                            tensor.fill_(sum(map(source.updates_in, moves)))
-                        elif name in first:
-                            values = np.full(spec.numel, first[name], np.float32)
-                            for move in places.moves_of(flat.index, spec, spec.offset, spec.end):
-                                source.copy(move, values, spec.offset, name)
-                            box_of(tensor).copy_(torch.from_numpy(values).view(spec.shape))
-
-    with _checkpoint(model, _READ) as directory:
-        model.runtime.masters.together(_READ, fill)
+    masters, initially = model.runtime.masters, initial_states(spec)
+    assert isinstance(masters, ServedMasters)
+    wanted = {
+        flat: {name: initially[name] for param in flat.params for name in states.get(param, ()) if name != _STEP}
+        for flat in model.runtime.flats
+    }
+    flats = [flat for flat, names in wanted.items() if names]
+    found = masters.moments((flat.index, wanted[flat]) for flat in flats)
+    for flat, (arrays, updates) in zip(flats, found, strict=True):
+        for of, param, count in zip(flat.unit.parameters, flat.params, updates, strict=True):
+            for name, tensor in states.get(param, {}).items():
+                if name == _STEP:
+                    tensor.fill_(count)
+                else:
+                    box_of(tensor).copy_(arrays[name][of.offset : of.end].view(of.shape))
 
 
 def check(
@@ -200,22 +194,6 @@ def write(
         )
         write_manifest(directory, changed)
 
-    with _checkpoint(model, _WRITTEN) as directory:
-        written = model.runtime.masters.together(_WRITTEN, part)
-        model.runtime.masters.together(_WRITTEN, complete)
-        model.runtime.load(directory, optimizer)
-
-
-def _writes(model: FullyShardedDataParallel) -> bool:
-    """Return True for the worker of lowest rank, and in a mesh for all of its replica."""
-    world = world_of(model.process_group)
-    first = min(worker.rank for worker in world.membership.workers)
-    return world.rank == first or world.rank in model.spec.grouping.row_of(first)
-
-
-@contextmanager
-def _checkpoint(model: FullyShardedDataParallel, failed: str) -> Iterator[str]:
-    """Have the servers write a checkpoint; see Note: [Through files]."""
     world = world_of(model.process_group)
     with TemporaryDirectory(prefix="axon_ps-moments-", ignore_cleanup_errors=True) as mine:
 
@@ -226,10 +204,20 @@ def _checkpoint(model: FullyShardedDataParallel, failed: str) -> Iterator[str]:
             return mine
 
         try:
-            yield next(filter(None, model.runtime.masters.together(failed, save)))
+            directory = next(filter(None, model.runtime.masters.together(_WRITTEN, save)))
+            written = model.runtime.masters.together(_WRITTEN, part)
+            model.runtime.masters.together(_WRITTEN, complete)
+            model.runtime.load(directory, optimizer)
         except (CheckpointError, ConfigurationError) as error:
             error.add_note(_HINT)
             raise
+
+
+def _writes(model: FullyShardedDataParallel) -> bool:
+    """Return True for the worker of lowest rank, and in a mesh for all of its replica."""
+    world = world_of(model.process_group)
+    first = min(worker.rank for worker in world.membership.workers)
+    return world.rank == first or world.rank in model.spec.grouping.row_of(first)
 
 
 def _full_model(model: FullyShardedDataParallel, units: Collection[int]) -> FullModel:

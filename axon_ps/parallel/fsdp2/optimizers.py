@@ -2,7 +2,7 @@
 
 An optimizer is recognised when it gets its parameters: `torch.optim.Optimizer.add_param_group` looks for them among the
 models that `fully_shard` made. Its class becomes a subclass of its own. Groups, schedulers and hooks are torch's.
-Moments are on the servers; `state_dict()` brings them here.
+Moments are on the servers; `state_dict()` reads them from there.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class _Served(MovedOptimizer):
         """Check nothing: the job goes on with the workers that it has."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and moments in the form of torch's; every worker calls it."""
-        states = moments.initial(self._spec(), moments.names_of(self.rule, self.param_groups))
+        """Return groups and moments in the form of torch's."""
+        spec = self._spec()
+        states = moments.initial(spec, moments.names_of(self.rule, self.param_groups))
         assert self._runtime is not None
         change = self._runtime.optimizer_change
-        if states and (change is None or change.retains_moments):
-            moments.read(self.model, states)
+        if change is None or change.retains_moments:
+            moments.read(self.model, spec, states)
         with self._state.holding(states):
             return torch.optim.Optimizer.state_dict(self)
 
@@ -72,7 +73,7 @@ class OnServers:
 
     @property
     def state(self) -> moments.StateOnServers:
-        """The moments of each parameter, without values: those are on the servers."""
+        """The moments of each parameter, without values: `state_dict()` reads those from the servers."""
         name, _ = counterpart(self, _OTHERWISE)  # type: ignore[arg-type]
         return moments.StateOnServers(moments.names_of(name, self.param_groups), self._begin_anew)
 
@@ -118,12 +119,11 @@ class OnServers:
             self._on_servers().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and moments in the form of torch's optimizer. Every worker calls it.
-
-        Moments come through a checkpoint of the servers in a temporary directory; see `moments`.
+        """Return groups and moments in the form of torch's optimizer. No other worker takes part after the first use.
 
         Raises:
-            AxonError: the servers cannot write it, or a worker cannot read it.
+            StepAborted: the job went on without this worker meanwhile.
+            AxonError: the servers cannot send them.
         """
         return self._on_servers().state_dict()
 

@@ -315,7 +315,7 @@ class Guard:
         known = self._security.tokens()
         for token in known:
             if hmac.compare_digest(authorization, (SCHEME + token).encode()):
-                return Credentials(text="whoever holds the job's secret")
+                return Credentials(text="a holder of the job's secret")
         observer = self._security.observer_token
         if observer and hmac.compare_digest(authorization, (SCHEME + observer).encode()):
             roles = frozenset({Principal.OBSERVER})

@@ -153,6 +153,8 @@ class ShardGroup:
         compressed: bool = False,
         epoch: int = 0,
         span: Span | None = None,
+        moment: str = "",
+        updates: list[int] | None = None,
     ) -> int:
         """Fill `out` with elements [begin, end) of a unit, all at one version, `min_version` or later.
 
@@ -169,6 +171,7 @@ class ShardGroup:
             compressed: if the job compresses parameters, they are sent compressed and decompressed to `out`.
             epoch: number of restores of the job at `min_version`. Servers answer once they know of it.
             span: the span of the call; counts its bytes.
+            moment, updates: as of `Transfer`. `out` stays as it is if the optimizer does not have the moment.
 
         Returns:
             The (oldest) version gathered: at least `min_version`.
@@ -194,6 +197,8 @@ class ShardGroup:
                 one_version=not spec.policy.asynchronous,
                 compressor=how,
                 received=received,
+                moment=moment,
+                updates=updates,
             )
             pull = self._transfers.pull
             async with self.lines.gather(_travels_bytes(t)) as permit:

@@ -100,6 +100,8 @@ class Transfer:
         residuals: compressed gradients: f32[end - begin] of earlier steps, and the destination for this step's.
         span: the span of the call, if it is traced.
         permit: gathers: the permit, which counts the bytes received.
+        moment: gathers: name of the moment that is wanted in place of parameters; "" = none.
+        updates: gathers of a moment: gets the updates of each parameter of the unit.
     """
 
     begin: int
@@ -124,6 +126,8 @@ class Transfer:
     residuals: tuple[Array, Array] | None = None
     span: Span | None = None
     permit: Permit | None = None
+    moment: str = ""
+    updates: list[int] | None = None
 
     async def peer(self, s: Slice, stub: Stub) -> HostPeer | None:
         """Return the server of a slice, if memory is shared with it and payloads may be leased; else None."""
@@ -221,11 +225,11 @@ class Transfers:
             Timeout: the server did not send them in time.
             AxonError: the server raised it.
         """
-        position, stop = _full_chunks(s, t)
+        position, stop = begin, _ = _full_chunks(s, t)
         gathering = t.gathering(s)
         if gathering is not None and not t.expected and (there := gathering.finished()) is not None:
             return there
-        peer = None if t.expected else await t.peer(s, stub)
+        peer = None if t.expected or t.moment else await t.peer(s, stub)
         request = shard_pb2.AllGatherRequest(
             context=t.context(),
             unit=s.unit,
@@ -240,6 +244,7 @@ class Transfers:
             compressed=t.compressor is not None,
             accept_leases=peer is not None,
             since=None if gathering is None else gathering.since,
+            moment=t.moment,
         )
         assert t.array is not None
         version, mixed, target = -1, False, Target(common_pb2.Chunk, _memory_of(t))
@@ -260,9 +265,13 @@ class Transfers:
                     self.counters["leased_bytes_in"] += size_bytes
                 else:
                     self.rate.received(size_bytes, time.monotonic())
+                    if t.updates is not None and position == begin:
+                        if not header.updates:  # an older server, which does not read `moment`
+                            raise InvalidRequest(f"{stub.peer} has sent parameters, not {t.moment!r}; upgrade it first")
+                        t.updates[:] = header.updates
                     if gathering is not None:
                         gathering.take(header, payload)
-                    elif not copied:
+                    elif not copied and not (t.moment and header.absent):
                         _copy(header, payload, t.array, t)
                 mixed |= header.version != version and version >= 0
                 version = max(version, header.version)

@@ -120,7 +120,7 @@ def _connect(reply: shard_pb2.HandshakeReply) -> HostPeer:
         raise Unreachable("it shares none")
     connected = PeerSocket.connect(reply.socket)
     if not connected.send(reply.nonce):
-        raise Unreachable("it accepts nobody")
+        raise Unreachable("it accepts no connection")
     return HostPeer(connected, Access.PRIVATE)
 
 

@@ -127,7 +127,7 @@ async def _handed_over(watch: JobWatch, failure: asyncio.Future[None]) -> str:
     while not failure.done():
         await watch.until(lambda: failure.done() or not (watch.trains and watch.connected))
         if not watch.trains:
-            return "nobody trains any more"
+            return "no worker trains any more"
         if not failure.done() and not watch.connected:
             try:
                 async with asyncio.timeout(AWAY_S):

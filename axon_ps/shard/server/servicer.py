@@ -81,7 +81,12 @@ class ShardServicer:
         own = dtype is precision.param and request.compressed == (precision.param_compression is not None)
         self._shell.pacer.gathers += 1
         try:
-            if own and precision.differs:
+            if request.moment:
+                for index in range(*owned.chunks.range_of(request.begin, request.end)):
+                    frame = await shell.reads.moment(request, index)
+                    _count(engine, "out", len(frame), span)
+                    await context.write(frame)
+            elif own and precision.differs:
                 await self._send_since(shell, request, context, span)
             elif own and (leased := await self._lease_to(member, shell, request, span)):
                 await context.write(leased)

@@ -101,16 +101,18 @@ class SqliteStateStore(StateStore):
                 else:
                     db.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", (record.key, record.value))
             db.execute("COMMIT")
-            if not self._has_begun:  # the job's identity is then in the file itself: a journal may lose its end
-                db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-                self._has_begun = True
-            if any(record.value is None for record in records) or self._shrinking:
-                self._shrink(db)
         except sqlite3.Error as error:
             if db.in_transaction:
                 with contextlib.suppress(sqlite3.Error):  # sqlite rolls back by itself when it has to
                     db.execute("ROLLBACK")
             raise self._translated(error, "written") from error
+        self._shrinking |= any(record.value is None for record in records)
+        with contextlib.suppress(sqlite3.Error):  # the batch is committed; the next one tries again
+            if not self._has_begun:  # the job's identity is then in the file itself: a journal may lose its end
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                self._has_begun = True
+            if self._shrinking:
+                self._shrink(db)
 
     def _shrink(self, db: sqlite3.Connection) -> None:
         """Give free pages back to the file system, a part of them at a time."""

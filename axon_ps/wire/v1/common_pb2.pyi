@@ -247,7 +247,7 @@ class OptimizerChange(_message.Message):
     def __init__(self, optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., retains_moments: bool = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "compressed", "epoch", "end", "payload", "lease", "digest", "base", "addend")
+    __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "compressed", "epoch", "end", "payload", "lease", "digest", "base", "addend", "updates")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +265,7 @@ class Chunk(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     ADDEND_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
     context: CallContext
     step: int
     version: int
@@ -282,7 +283,8 @@ class Chunk(_message.Message):
     digest: int
     base: int
     addend: int
-    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., epoch: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., lease: _Optional[_Union[_lease_pb2.Lease, _Mapping]] = ..., digest: _Optional[int] = ..., base: _Optional[int] = ..., addend: _Optional[int] = ...) -> None: ...
+    updates: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., epoch: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., lease: _Optional[_Union[_lease_pb2.Lease, _Mapping]] = ..., digest: _Optional[int] = ..., base: _Optional[int] = ..., addend: _Optional[int] = ..., updates: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "message", "generation")

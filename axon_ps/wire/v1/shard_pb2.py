@@ -26,7 +26,7 @@ from axon_ps.wire.v1 import collective_pb2 as axon__ps_dot_wire_dot_v1_dot_colle
 from axon_ps.wire.v1 import common_pb2 as axon__ps_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61xon_ps/wire/v1/shard.proto\x12\x0f\x61xon_ps.wire.v1\x1a axon_ps/wire/v1/collective.proto\x1a\x1c\x61xon_ps/wire/v1/common.proto\"\xd4\x02\n\x10\x41llGatherRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04unit\x18\x02 \x01(\r\x12\r\n\x05\x62\x65gin\x18\x03 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x04\x12\x13\n\x0bmin_version\x18\x05 \x01(\x04\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12%\n\x05\x64type\x18\x06 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x12\n\ncompressed\x18\t \x01(\x08\x12\x12\n\x05since\x18\r \x01(\x04H\x00\x88\x01\x01\x12\x0b\n\x03map\x18\x0b \x01(\x08\x12\x15\n\raccept_leases\x18\n \x01(\x08\x12\x0c\n\x04step\x18\x07 \x01(\x04\x12(\n\x08\x65xpected\x18\x08 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x0e\n\x06\x61\x64\x64\x65nd\x18\x0e \x01(\rB\x08\n\x06_since\"S\n\x12ReduceScatterReply\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\x04\x12\x0f\n\x07missing\x18\x03 \x01(\x04\x12\x0e\n\x06\x61\x64\x64\x65nd\x18\x04 \x01(\r\"\x10\n\x0eReplicateReply\"k\n\x0b\x43opyRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"\xa0\x01\n\nSliceChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x03 \x01(\x04\x12\x0e\n\x06\x63opied\x18\x04 \x01(\x04\x12\x0f\n\x07updates\x18\x05 \x03(\x04\x12\x10\n\x08\x63omplete\x18\x06 \x01(\x08\x12\x13\n\x06\x64igest\x18\x07 \x01(\x06H\x00\x88\x01\x01\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\t\n\x07_digest\"\xa0\x01\n\x10SubscribeRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12+\n\x07reserve\x18\x02 \x01(\x0b\x32\x18.axon_ps.wire.v1.ReserveH\x00\x12%\n\x04pull\x18\x03 \x01(\x0b\x32\x15.axon_ps.wire.v1.PullH\x00\x42\t\n\x07request\"i\n\x07Reserve\x12%\n\x05\x64type\x18\x01 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x13\n\x0bmin_version\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bmultiple_of\x18\x04 \x01(\x04\"e\n\x04Pull\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06slices\x18\x03 \x03(\r\x12\x12\n\x05since\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x63hanges\x18\x05 \x01(\x08\x42\x08\n\x06_since\"\x1f\n\x0bUploadReply\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\"R\n\x10HandshakeRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContextJ\x04\x08\x02\x10\x03R\thandshake\"P\n\x0eHandshakeReply\x12\x0e\n\x06socket\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\thandshakeR\x08readable\"M\n\x0b\x45\x63hoMessage\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"=\n\x0cStatsRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\"t\n\nStatsReply\x12\x37\n\x06values\x18\x01 \x03(\x0b\x32\'.axon_ps.wire.v1.StatsReply.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xfa\x05\n\x05Shard\x12J\n\tAllGather\x12!.axon_ps.wire.v1.AllGatherRequest\x1a\x16.axon_ps.wire.v1.Chunk(\x01\x30\x01\x12P\n\rReduceScatter\x12\x16.axon_ps.wire.v1.Chunk\x1a#.axon_ps.wire.v1.ReduceScatterReply(\x01\x30\x01\x12\x42\n\x06Upload\x12\x16.axon_ps.wire.v1.Chunk\x1a\x1c.axon_ps.wire.v1.UploadReply(\x01\x30\x01\x12T\n\nCollective\x12 .axon_ps.wire.v1.CollectiveChunk\x1a .axon_ps.wire.v1.CollectiveChunk(\x01\x30\x01\x12H\n\tReplicate\x12\x16.axon_ps.wire.v1.Chunk\x1a\x1f.axon_ps.wire.v1.ReplicateReply(\x01\x30\x01\x12\x45\n\x04\x43opy\x12\x1c.axon_ps.wire.v1.CopyRequest\x1a\x1b.axon_ps.wire.v1.SliceChunk(\x01\x30\x01\x12O\n\tHandshake\x12!.axon_ps.wire.v1.HandshakeRequest\x1a\x1f.axon_ps.wire.v1.HandshakeReply\x12J\n\tSubscribe\x12!.axon_ps.wire.v1.SubscribeRequest\x1a\x16.axon_ps.wire.v1.Chunk(\x01\x30\x01\x12\x46\n\x04\x45\x63ho\x12\x1c.axon_ps.wire.v1.EchoMessage\x1a\x1c.axon_ps.wire.v1.EchoMessage(\x01\x30\x01\x12\x43\n\x05Stats\x12\x1d.axon_ps.wire.v1.StatsRequest\x1a\x1b.axon_ps.wire.v1.StatsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61xon_ps/wire/v1/shard.proto\x12\x0f\x61xon_ps.wire.v1\x1a axon_ps/wire/v1/collective.proto\x1a\x1c\x61xon_ps/wire/v1/common.proto\"\xe4\x02\n\x10\x41llGatherRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04unit\x18\x02 \x01(\r\x12\r\n\x05\x62\x65gin\x18\x03 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x04\x12\x13\n\x0bmin_version\x18\x05 \x01(\x04\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12%\n\x05\x64type\x18\x06 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x12\n\ncompressed\x18\t \x01(\x08\x12\x12\n\x05since\x18\r \x01(\x04H\x00\x88\x01\x01\x12\x0b\n\x03map\x18\x0b \x01(\x08\x12\x15\n\raccept_leases\x18\n \x01(\x08\x12\x0c\n\x04step\x18\x07 \x01(\x04\x12(\n\x08\x65xpected\x18\x08 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x0e\n\x06\x61\x64\x64\x65nd\x18\x0e \x01(\r\x12\x0e\n\x06moment\x18\x0f \x01(\tB\x08\n\x06_since\"S\n\x12ReduceScatterReply\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\x04\x12\x0f\n\x07missing\x18\x03 \x01(\x04\x12\x0e\n\x06\x61\x64\x64\x65nd\x18\x04 \x01(\r\"\x10\n\x0eReplicateReply\"k\n\x0b\x43opyRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"\xa0\x01\n\nSliceChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x03 \x01(\x04\x12\x0e\n\x06\x63opied\x18\x04 \x01(\x04\x12\x0f\n\x07updates\x18\x05 \x03(\x04\x12\x10\n\x08\x63omplete\x18\x06 \x01(\x08\x12\x13\n\x06\x64igest\x18\x07 \x01(\x06H\x00\x88\x01\x01\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\t\n\x07_digest\"\xa0\x01\n\x10SubscribeRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12+\n\x07reserve\x18\x02 \x01(\x0b\x32\x18.axon_ps.wire.v1.ReserveH\x00\x12%\n\x04pull\x18\x03 \x01(\x0b\x32\x15.axon_ps.wire.v1.PullH\x00\x42\t\n\x07request\"i\n\x07Reserve\x12%\n\x05\x64type\x18\x01 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x13\n\x0bmin_version\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bmultiple_of\x18\x04 \x01(\x04\"e\n\x04Pull\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06slices\x18\x03 \x03(\r\x12\x12\n\x05since\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x63hanges\x18\x05 \x01(\x08\x42\x08\n\x06_since\"\x1f\n\x0bUploadReply\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\"R\n\x10HandshakeRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContextJ\x04\x08\x02\x10\x03R\thandshake\"P\n\x0eHandshakeReply\x12\x0e\n\x06socket\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\thandshakeR\x08readable\"M\n\x0b\x45\x63hoMessage\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"=\n\x0cStatsRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\"t\n\nStatsReply\x12\x37\n\x06values\x18\x01 \x03(\x0b\x32\'.axon_ps.wire.v1.StatsReply.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xfa\x05\n\x05Shard\x12J\n\tAllGather\x12!.axon_ps.wire.v1.AllGatherRequest\x1a\x16.axon_ps.wire.v1.Chunk(\x01\x30\x01\x12P\n\rReduceScatter\x12\x16.axon_ps.wire.v1.Chunk\x1a#.axon_ps.wire.v1.ReduceScatterReply(\x01\x30\x01\x12\x42\n\x06Upload\x12\x16.axon_ps.wire.v1.Chunk\x1a\x1c.axon_ps.wire.v1.UploadReply(\x01\x30\x01\x12T\n\nCollective\x12 .axon_ps.wire.v1.CollectiveChunk\x1a .axon_ps.wire.v1.CollectiveChunk(\x01\x30\x01\x12H\n\tReplicate\x12\x16.axon_ps.wire.v1.Chunk\x1a\x1f.axon_ps.wire.v1.ReplicateReply(\x01\x30\x01\x12\x45\n\x04\x43opy\x12\x1c.axon_ps.wire.v1.CopyRequest\x1a\x1b.axon_ps.wire.v1.SliceChunk(\x01\x30\x01\x12O\n\tHandshake\x12!.axon_ps.wire.v1.HandshakeRequest\x1a\x1f.axon_ps.wire.v1.HandshakeReply\x12J\n\tSubscribe\x12!.axon_ps.wire.v1.SubscribeRequest\x1a\x16.axon_ps.wire.v1.Chunk(\x01\x30\x01\x12\x46\n\x04\x45\x63ho\x12\x1c.axon_ps.wire.v1.EchoMessage\x1a\x1c.axon_ps.wire.v1.EchoMessage(\x01\x30\x01\x12\x43\n\x05Stats\x12\x1d.axon_ps.wire.v1.StatsRequest\x1a\x1b.axon_ps.wire.v1.StatsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,35 +36,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATSREPLY_VALUESENTRY']._loaded_options = None
   _globals['_STATSREPLY_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_ALLGATHERREQUEST']._serialized_start=113
-  _globals['_ALLGATHERREQUEST']._serialized_end=453
-  _globals['_REDUCESCATTERREPLY']._serialized_start=455
-  _globals['_REDUCESCATTERREPLY']._serialized_end=538
-  _globals['_REPLICATEREPLY']._serialized_start=540
-  _globals['_REPLICATEREPLY']._serialized_end=556
-  _globals['_COPYREQUEST']._serialized_start=558
-  _globals['_COPYREQUEST']._serialized_end=665
-  _globals['_SLICECHUNK']._serialized_start=668
-  _globals['_SLICECHUNK']._serialized_end=828
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=831
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=991
-  _globals['_RESERVE']._serialized_start=993
-  _globals['_RESERVE']._serialized_end=1098
-  _globals['_PULL']._serialized_start=1100
-  _globals['_PULL']._serialized_end=1201
-  _globals['_UPLOADREPLY']._serialized_start=1203
-  _globals['_UPLOADREPLY']._serialized_end=1234
-  _globals['_HANDSHAKEREQUEST']._serialized_start=1236
-  _globals['_HANDSHAKEREQUEST']._serialized_end=1318
-  _globals['_HANDSHAKEREPLY']._serialized_start=1320
-  _globals['_HANDSHAKEREPLY']._serialized_end=1400
-  _globals['_ECHOMESSAGE']._serialized_start=1402
-  _globals['_ECHOMESSAGE']._serialized_end=1479
-  _globals['_STATSREQUEST']._serialized_start=1481
-  _globals['_STATSREQUEST']._serialized_end=1542
-  _globals['_STATSREPLY']._serialized_start=1544
-  _globals['_STATSREPLY']._serialized_end=1660
-  _globals['_STATSREPLY_VALUESENTRY']._serialized_start=1615
-  _globals['_STATSREPLY_VALUESENTRY']._serialized_end=1660
-  _globals['_SHARD']._serialized_start=1663
-  _globals['_SHARD']._serialized_end=2425
+  _globals['_ALLGATHERREQUEST']._serialized_end=469
+  _globals['_REDUCESCATTERREPLY']._serialized_start=471
+  _globals['_REDUCESCATTERREPLY']._serialized_end=554
+  _globals['_REPLICATEREPLY']._serialized_start=556
+  _globals['_REPLICATEREPLY']._serialized_end=572
+  _globals['_COPYREQUEST']._serialized_start=574
+  _globals['_COPYREQUEST']._serialized_end=681
+  _globals['_SLICECHUNK']._serialized_start=684
+  _globals['_SLICECHUNK']._serialized_end=844
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=847
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=1007
+  _globals['_RESERVE']._serialized_start=1009
+  _globals['_RESERVE']._serialized_end=1114
+  _globals['_PULL']._serialized_start=1116
+  _globals['_PULL']._serialized_end=1217
+  _globals['_UPLOADREPLY']._serialized_start=1219
+  _globals['_UPLOADREPLY']._serialized_end=1250
+  _globals['_HANDSHAKEREQUEST']._serialized_start=1252
+  _globals['_HANDSHAKEREQUEST']._serialized_end=1334
+  _globals['_HANDSHAKEREPLY']._serialized_start=1336
+  _globals['_HANDSHAKEREPLY']._serialized_end=1416
+  _globals['_ECHOMESSAGE']._serialized_start=1418
+  _globals['_ECHOMESSAGE']._serialized_end=1495
+  _globals['_STATSREQUEST']._serialized_start=1497
+  _globals['_STATSREQUEST']._serialized_end=1558
+  _globals['_STATSREPLY']._serialized_start=1560
+  _globals['_STATSREPLY']._serialized_end=1676
+  _globals['_STATSREPLY_VALUESENTRY']._serialized_start=1631
+  _globals['_STATSREPLY_VALUESENTRY']._serialized_end=1676
+  _globals['_SHARD']._serialized_start=1679
+  _globals['_SHARD']._serialized_end=2441
 # @@protoc_insertion_point(module_scope)

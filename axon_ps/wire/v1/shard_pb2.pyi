@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AllGatherRequest(_message.Message):
-    __slots__ = ("context", "unit", "begin", "end", "min_version", "epoch", "dtype", "compressed", "since", "map", "accept_leases", "step", "expected", "addend")
+    __slots__ = ("context", "unit", "begin", "end", "min_version", "epoch", "dtype", "compressed", "since", "map", "accept_leases", "step", "expected", "addend", "moment")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class AllGatherRequest(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     ADDEND_FIELD_NUMBER: _ClassVar[int]
+    MOMENT_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     unit: int
     begin: int
@@ -38,7 +39,8 @@ class AllGatherRequest(_message.Message):
     step: int
     expected: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
     addend: int
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., epoch: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., compressed: bool = ..., since: _Optional[int] = ..., map: bool = ..., accept_leases: bool = ..., step: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., addend: _Optional[int] = ...) -> None: ...
+    moment: str
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., epoch: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., compressed: bool = ..., since: _Optional[int] = ..., map: bool = ..., accept_leases: bool = ..., step: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., addend: _Optional[int] = ..., moment: _Optional[str] = ...) -> None: ...
 
 class ReduceScatterReply(_message.Message):
     __slots__ = ("step", "chunks", "missing", "addend")

@@ -59,21 +59,28 @@ class Gradients:
             unit: its number.
             grad: wire[end - begin]; must stay alive and untouched until the work is done.
             ticket: the step it belongs to.
-            done: called on the loop's thread when the buffer is free again, however it ended.
+            done: called once when the buffer is free again, also if this method raises; as a rule on the loop's thread.
             begin: first element; must begin a chunk. Other workers of the replica push the rest.
             end: one past the last, at the end of a chunk; None = the unit's end.
 
         After an error: the step cannot commit; `StepClient.vote` returns an abort.
         """
-        call = self._trace.call("push", unit, absent=grad is None)
-        return LoopWork(self._loop, self._push(unit, grad, ticket, done, begin, end, call), f"pushing unit {unit}")
+        call, free = self._trace.call("push", unit, absent=grad is None), _once(done)
+        try:
+            push = self._push(unit, grad, ticket, free, begin, end, call)
+            work = LoopWork(self._loop, push, f"pushing unit {unit}")
+        except BaseException:
+            free()
+            raise
+        work.on_end(lambda _: free())  # a coroutine that is cancelled before it begins frees nothing itself
+        return work
 
     async def _push(
         self,
         unit: int,
         grad: Array | None,
         ticket: Ticket,
-        done: Callable[[], None] | None,
+        free: Callable[[], None],
         begin: int,
         end: int | None,
         call: UnitCall,
@@ -106,5 +113,15 @@ class Gradients:
                 raise
             raise GenerationChanged("the membership changed during the push", view.membership.generation) from None
         finally:
-            if done is not None:
-                done()
+            free()
+
+
+def _once(done: Callable[[], None] | None) -> Callable[[], None]:
+    """Return a function that calls `done` the first time that it is called."""
+    pending = [] if done is None else [done]
+
+    def call() -> None:
+        if pending:
+            pending.pop()()
+
+    return call

@@ -64,7 +64,15 @@ class Parameters:
         )
 
     def gather(
-        self, unit: int, out: Array, *, begin: int = 0, end: int | None = None, exact: bool = False
+        self,
+        unit: int,
+        out: Array,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        exact: bool = False,
+        moment: str = "",
+        updates: list[int] | None = None,
     ) -> LoopWork[int]:
         """Fill `out` with the unit at this worker's version or later, in the wire dtype.
 
@@ -75,6 +83,7 @@ class Parameters:
             end: one past the last element wanted; None = the unit's end.
             exact: transfer them uncompressed even if the job compresses parameters, and at the newest version that this
                 worker knows of: the values that the servers hold, not those that training computes with.
+            moment, updates: as of `ShardGroup.gather`, with `exact`.
 
         Returns:
             A handle whose result is the version gathered.
@@ -94,6 +103,8 @@ class Parameters:
             begin=begin,
             end=end,
             compressed=not exact,
+            moment=moment,
+            updates=updates,
         )
         call = self._trace.call("gather", unit)
         running = self._calls.run(lambda span: gather(span=span), call, epoch=epoch, retried=True)

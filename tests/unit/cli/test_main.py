@@ -115,6 +115,7 @@ def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) 
         (["coordinator", "--host", "10.1.2.3", "--token", "t"], "can be guessed"),
         (["coordinator", "--tls-cert", "SCRIPT"], "without key_file"),
         (["coordinator", "--shards", "0", "--state", "memory"], "num_shards is 0"),
+        (["coordinator", "--resume", "auto", "--state", "memory"], "the newest checkpoint of --checkpoint-dir"),
         (["checkpoint", "save", "/c", "--coordinator", "h:1", "--extra", "[]"], "must be a JSON object"),
         (["checkpoint", "save", "/c", "--coordinator", "h:1", "--extra", "{"], "--extra is not JSON"),
         (["checkpoint", "verify", "/no/such/checkpoint"], "/no/such/checkpoint"),

@@ -12,6 +12,7 @@ import typer
 
 from axon_ps.cli import main as cli
 from axon_ps.cli.main import main
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.storage.roots import allow_roots
 
 AT = ("--coordinator", "127.0.0.1:1")
@@ -116,3 +117,19 @@ def test_what_is_not_there_is_named(
 
 def test_every_argument_that_names_a_file_is_known() -> None:
     assert set(named_files()) >= POSITIONAL | WRITTEN | BY_OTHERS, "a row is of an argument that is gone"
+
+
+@pytest.mark.usefixtures("roots_of_this_process")
+@pytest.mark.parametrize(("resume", "wanted"), [("auto", ""), ("auto/", "auto"), ("other", "other")])
+def test_a_coordinator_resumes_from_the_newest_checkpoint_if_told_so(
+    resume: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` is not a path; `auto/` is."""
+    found: list[CoordinatorConfig] = []
+    monkeypatch.setattr("axon_ps.observe.logging.configure", lambda *_, **__: None)
+    monkeypatch.setattr("axon_ps.coordinator.server.server.serve", lambda config, *_: found.append(config))
+    monkeypatch.setattr("axon_ps.cli.serve._in_foreground", lambda start, *_: start(None, None) or 0)
+    monkeypatch.chdir(tmp_path)
+    options = ["--port", "0", "--state", "memory", "--checkpoint-dir", str(tmp_path), "--resume", resume]
+    assert main(["coordinator", *options]) == 0
+    assert found[0].resume.rstrip("/") == (str(tmp_path / wanted) if wanted else "")

@@ -380,15 +380,18 @@ def test_gradients_are_averaged_in_buckets(async_op: bool, monkeypatch: pytest.M
 
     def body(group: ProcessGroup) -> None:
         model = torch.nn.Linear(3, 4).to(torch.float32)
-        frozen = torch.nn.Parameter(torch.ones(2))
+        unused = torch.nn.Parameter(torch.ones(2))
+        frozen = torch.nn.Parameter(torch.full((2,), float(group.rank)), requires_grad=False)
         half = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
         for i, p in enumerate([*model.parameters(), half]):
             p.grad = torch.full_like(p, float(i + 2 * group.rank))
         plain = np.full((2, 3), 4.0 * group.rank, np.float32)[:, ::2]
-        done = axon_ps.sync_gradients([*model.parameters(), frozen, half, plain, None], group=group, async_op=async_op)
+        given = [*model.parameters(), unused, frozen, half, plain, None]
+        done = axon_ps.sync_gradients(given, group=group, async_op=async_op)
         assert len(done.wait(10) if async_op else done) == 4
         assert [p.grad.unique().tolist() for p in [*model.parameters(), half]] == [[1.0], [2.0], [3.0]]
-        assert frozen.grad is None
+        assert unused.grad is None
+        assert frozen.tolist() == [group.rank] * 2
         assert plain.tolist() == [[2.0, 2.0]] * 2
         assert axon_ps.sync_gradient(np.array([2.0 * group.rank]), group=group).item() == 1.0
         assert axon_ps.sync_gradients([], group=group) == []

@@ -114,7 +114,7 @@ def test_another_job_is_refused() -> None:
 def test_the_first_worker_may_set_the_world_size() -> None:
     d = Driver(world_size=0)
     assert d.shard().membership.waiting_for == "a first worker, which says how many there will be"
-    with pytest.raises(InvalidRequest, match="nobody has said how many workers"):
+    with pytest.raises(InvalidRequest, match="it is not known how many workers"):
         d.worker()
     w = d.worker(world_size=3)
     assert w.last(Welcome).world_size == 3

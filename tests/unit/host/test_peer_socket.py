@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -50,6 +51,20 @@ def test_messages_come_whole_and_in_order_with_their_descriptors() -> None:
     assert (ours.pid, theirs.pid) == (os.getpid(), os.getpid())
     ours.close()
     theirs.close()
+
+
+def test_a_process_that_may_open_no_more_files_is_told() -> None:
+    listener, (soft, hard) = Listener(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        for make in (Listener, lambda: PeerSocket.connect(listener.name)):
+            with pytest.raises(Unreachable, match="can make no socket: Too many open files"):
+                make()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == opened
+    listener.close()
 
 
 def test_a_descriptor_that_is_not_expected_is_not_opened() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp as torchs
 from torch.distributed.fsdp import wrap as torch_wrap
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from axon_ps import World
 from axon_ps.errors import InvalidRequest
@@ -46,12 +47,22 @@ UNDERSTOOD: list[tuple[str, Any, Any]] = [
     (
         "mixed_precision",
         torchs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float16),
-        MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float16),
+        MixedPrecision(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            buffer_dtype=torch.float16,
+            uncast_types=(_BatchNorm,),
+        ),
     ),
     (
         "mixed_precision",
         torchs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=False),
         MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=False),
+    ),
+    (
+        "mixed_precision",
+        MixedPrecision(uncast_types=[nn.LayerNorm]),  # type: ignore[arg-type]
+        MixedPrecision(uncast_types=(nn.LayerNorm,)),
     ),
     ("unit_types", Block, (Block,)),
     ("unit_types", [Block, nn.Linear], (Block, nn.Linear)),

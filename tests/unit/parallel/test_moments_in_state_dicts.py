@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from axon_ps import World
-from axon_ps.errors import AxonError, CheckpointError, Disagreement, InvalidRequest, Misuse
+from axon_ps.errors import AxonError, CheckpointError, Disagreement, InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel import sharded_model
+from axon_ps.parallel.fsdp.on_servers.served_masters import ServedMasters
 from axon_ps.parallel.fsdp2.moments import StateOnServers
 from axon_ps.testing import run_threads
 from composed_model import INPUTS, ROWS, STEPS, TARGETS, Model, State, difference, shard
@@ -84,6 +85,39 @@ def test_they_are_those_of_torch_and_training_goes_on_from_them(name: str) -> No
             assert sharded_model(another).version == STEPS - HALF
 
     run_threads(run, 2)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_worker_alone_reads_them_from_several_servers(name: str) -> None:
+    plain = Model()
+    theirs = OPTIMIZERS[name](plain)
+    go_on(plain, theirs, range(HALF))
+
+    def run(world: World) -> None:
+        model = shard(Model())
+        optimizer = OPTIMIZERS[name](model)
+        go_on(model, optimizer, range(HALF), world.rank, 2)
+        if world.rank == 1:
+            torch.testing.assert_close(states_of(optimizer), states_of(theirs), rtol=1e-5, atol=1e-5)
+        go_on(model, optimizer, range(HALF, STEPS), world.rank, 2)
+
+    run_threads(run, 2, shards=3)
+
+
+def test_they_are_not_those_of_two_versions() -> None:
+    def run(world: World) -> None:
+        model = shard(Model())
+        optimizer = OPTIMIZERS["AdamW"](model)
+        go_on(model, optimizer, range(1))
+        masters = sharded_model(model).runtime.masters
+        assert isinstance(masters, ServedMasters)
+        found = masters.moments([(0, {"exp_avg": 0.0}), (1, {"exp_avg": 0.0})])
+        next(found)
+        go_on(model, optimizer, range(1, 2))
+        with pytest.raises(StepAborted, match="changed while they were read"):
+            next(found)
+
+    run_threads(run, 1)
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -185,8 +219,9 @@ def test_a_directory_that_cannot_be_reached_is_named_with_the_alternative(
             raise CheckpointError(f"{uri} cannot be written")
 
         monkeypatch.setattr(world, "save_checkpoint", fail)
+        saved = optimizer.state_dict()
         with pytest.raises(CheckpointError, match="cannot be written") as caught:
-            optimizer.state_dict()
+            optimizer.load_state_dict(saved)
         assert "set TMPDIR" in caught.value.__notes__[0]
         assert not list(tmp_path.iterdir())
 

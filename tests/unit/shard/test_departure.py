@@ -138,7 +138,7 @@ def test_a_server_leaves_when_the_last_worker_has_left(caplog: pytest.LogCapture
 
     with caplog.at_level(logging.WARNING, departure.__name__):
         run(body)
-    assert "nobody trains any more" in caplog.text
+    assert "no worker trains any more" in caplog.text
 
 
 def test_a_coordinator_that_comes_back_in_time_is_waited_for() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.errors import GenerationChanged, InvalidRequest, StepAborted
+from axon_ps.errors import GenerationChanged, InvalidRequest, SliceMoved, StepAborted
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.calls.reads import Reads
 from axon_ps.shard.server.waiters import EventOrder, Waiters
-from engine_driver import Servers, job_of, layout_of
+from axon_ps.wire.frames import decode_chunk
+from axon_ps.wire.v1 import common_pb2, shard_pb2
+from engine_driver import Servers, job_of, layout_of, one_group
 
 LAYOUT = layout_of([100], [40], frozen=(1,))
 
@@ -40,7 +42,7 @@ class Model:
     name = "m"
 
     def __init__(self) -> None:
-        self.servers = Servers(job_of(LAYOUT))
+        self.servers = Servers(job_of(LAYOUT), optimizer=one_group(LAYOUT, "adamw", lr=0.1))
         self.servers.upload([np.zeros(100, np.float32), np.zeros(40, np.float32)])
         (self.engine,) = self.servers.engines
         self.values: Any = Values()
@@ -117,6 +119,31 @@ def test_frames_are_made_when_they_are_asked_for() -> None:
         assert len(await model.reads.frames(0, 0, 100, 1)) == 2
         assert await model.reads.frames(0, 64, 100, 1) == owned.wire.frames[1:]
         assert model.engine.counters["encodings"] == encoded + 2
+
+    run(body)
+
+
+def test_a_moment_is_of_its_version_and_absent_if_the_optimizer_does_not_have_it() -> None:
+    async def body(model: Model) -> None:
+        def request(unit: int, moment: str) -> shard_pb2.AllGatherRequest:
+            return shard_pb2.AllGatherRequest(context={"generation": 1}, unit=unit, end=100, moment=moment)
+
+        async def chunks(moment: str) -> list[tuple[common_pb2.Chunk, memoryview]]:
+            return [decode_chunk(await model.reads.moment(request(0, moment), index)) for index in range(2)]
+
+        model.step()
+        owned = model.engine.slices[0]
+        (name, array), _ = owned.master.state.items()
+        (first, begin), (second, rest) = await chunks(name)
+        assert bytes(begin) + bytes(rest) == array.tobytes()
+        assert (first.version, second.version, second.offset + second.numel) == (1, 1, 100)
+        assert [list(header.updates) for header in (first, second)] == [[1], []]
+        assert [(header.absent, len(payload)) for header, payload in await chunks("unknown")] == [(True, 0)] * 2
+        with pytest.raises(InvalidRequest, match="unit 1 is frozen; it has no moment 'momentum'"):
+            await model.reads.moment(request(1, "momentum"), 0)
+        array[0] += 1.0
+        with pytest.raises(SliceMoved, match="are corrupt"):
+            await chunks(name)
 
     run(body)
 

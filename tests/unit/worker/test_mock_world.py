@@ -19,7 +19,7 @@ from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBacken
 from axon_ps.collectives.backends.mock import MockBackend
 from axon_ps.collectives.group_calls import GroupCalls
 from axon_ps.collectives.selection import NAMES
-from axon_ps.errors import Closed, ConfigurationError, InvalidRequest, MemberLost, Misuse, Timeout
+from axon_ps.errors import Closed, ConfigurationError, Disagreement, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.testing import run_threads
 
 T = TypeVar("T")
@@ -230,6 +230,16 @@ def test_a_sibling_through_the_servers() -> None:
 
 
 # ---------------------------------------------------------------------- by position, and without out=
+
+
+def test_the_others_do_not_wait_for_a_worker_that_gave_a_rank_too_many() -> None:
+    def run(world: World) -> int:
+        error = InvalidRequest if world.rank == 0 else Disagreement
+        with pytest.raises(error, match="new_group was given rank 5; the workers are"):
+            world.new_group([0, 5] if world.rank == 0 else [0, 1])
+        return world.new_group([0, 1]).size
+
+    assert run_threads(run, 2) == [2, 2]
 
 
 def test_a_group_may_be_given_by_position() -> None:

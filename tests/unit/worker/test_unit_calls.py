@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.errors import Broken, GenerationChanged, Misuse
+from axon_ps.errors import Broken, Closed, GenerationChanged, Misuse
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.sharding.job import JobSpec
@@ -116,6 +116,32 @@ def test_a_push_carries_its_ticket_and_frees_the_buffer(worker: Worker) -> None:
     assert (kind, options["step"], options["replica"]) == ("push", 1, 0)
     assert (options["begin"], options["end"], freed) == (2, 8, [True])
     assert options["context"] == CallContext(generation=1, model=3)
+
+
+def test_a_push_that_is_cancelled_before_it_begins_frees_the_buffer(worker: Worker) -> None:
+    freed: list[bool] = []
+    busy, go_on = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        busy.set()
+        go_on.wait(HANG_S)
+
+    blocking = worker.loop.submit(block())
+    assert busy.wait(HANG_S)
+    work = worker.gradients.push(0, GRAD, worker.ticket(), lambda: freed.append(True))
+    work._cancelled = True  # as `cancel` does, which then waits
+    go_on.set()
+    blocking.result(HANG_S)
+    work.cancel()
+    assert (freed, worker.asked) == ([True], [])
+
+
+def test_a_push_on_a_closed_loop_frees_the_buffer(worker: Worker) -> None:
+    freed: list[bool] = []
+    worker.loop.close()
+    with pytest.raises(Closed):
+        worker.gradients.push(0, GRAD, worker.ticket(), lambda: freed.append(True))
+    assert freed == [True]
 
 
 @pytest.mark.parametrize("moment", ["before", "during"])

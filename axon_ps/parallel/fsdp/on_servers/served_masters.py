@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,14 +32,48 @@ class ServedMasters(Masters):
     def units(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
         """See `Masters.units`. The units are read one at a time."""
         check_unchanged(self._flats)
-        view, spec = self._client.view, self._wrapping.spec
-        began = view.epoch, view.latest_version
+        began = self._latest
         for number in numbers:
-            values = torch.empty(spec.layout.units[number].numel, dtype=torch.float32, device="cpu")
+            values = torch.empty(self._numel(number), dtype=torch.float32, device="cpu")
             self._client.parameters.gather(number, values.numpy(), exact=True).wait()
-            if (view.epoch, view.latest_version) != began and not spec.policy.asynchronous:
-                raise StepAborted(TORN)
+            self._check(began)
             yield values
+            del values  # before the next one is made
+
+    def moments(
+        self, wanted: Iterable[tuple[int, Mapping[str, float]]]
+    ) -> Iterator[tuple[dict[str, torch.Tensor], Sequence[int]]]:
+        """Yield moments of a unit, f32[unit_numel] by name, and the updates of each parameter; one unit at a time.
+
+        Args:
+            wanted: numbers of units, and initial values of the moments to be read. A moment that the optimizer does not
+                have is at its initial value.
+
+        Raises:
+            StepAborted: the job went on without this worker meanwhile.
+        """
+        began = self._latest
+        for index, initial in wanted:
+            numel, updates = self._numel(index), list[int]()
+            arrays = {
+                name: torch.full((numel,), value, dtype=torch.float32, device="cpu") for name, value in initial.items()
+            }
+            for name, array in arrays.items():
+                gather = self._client.parameters.gather
+                gather(index, array.numpy(), exact=True, moment=name, updates=updates).wait()
+                self._check(began)
+            yield arrays, updates
+
+    def _numel(self, unit: int) -> int:
+        return self._wrapping.spec.layout.units[unit].numel
+
+    @property
+    def _latest(self) -> tuple[int, int]:
+        return self._client.view.epoch, self._client.view.latest_version
+
+    def _check(self, began: tuple[int, int]) -> None:
+        if self._latest != began and not self._wrapping.spec.policy.asynchronous:
+            raise StepAborted(TORN)
 
     def replace(self, values: Iterator[torch.Tensor]) -> None:
         """See `Masters.replace`."""

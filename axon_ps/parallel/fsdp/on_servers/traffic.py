@@ -100,12 +100,16 @@ def estimate(
         raise InvalidRequest(f"workers is {workers} and nodes {nodes}; give a multiple of the nodes")
     given = {"unit_types": (), "auto_wrap_policy": None, "mixed_precision": None, "cpu_offload": None, **options}
     known = {name: understood(name, value) for name, value in given.items()}
-    is_unit = known["auto_wrap_policy"] or (lambda child: isinstance(child, known["unit_types"]))
-    units = wrap.partition(module, is_unit, known.get("ignored_parameters", ()))
+    units, precision, _ = wrap.divide(
+        module,
+        known["auto_wrap_policy"],
+        known["unit_types"],
+        float8_weights.precision_for(module, known["mixed_precision"]),
+        known.get("ignored_parameters", ()),
+    )
     sizes = [workers // nodes] * nodes if world is None else _sizes(world.membership.workers)
     if gpus is None:
         gpus = world is None or torch.cuda.is_available()
-    precision = float8_weights.precision_for(module, known["mixed_precision"])
     wire = precision.wire(wrap.widest_dtype(units))
     if wire.by_tensor:
         units = float8_weights.marked(module, units)

@@ -15,7 +15,10 @@ from axon_ps.shard.server.corruption import Corruptions
 from axon_ps.shard.server.model_values import ModelValues
 from axon_ps.shard.server.reports import ServerShell
 from axon_ps.shard.server.waiters import EventOrder, Waiters
-from axon_ps.types import Hyper
+from axon_ps.types import DType, Hyper
+from axon_ps.wire.codec import dtype_to_proto
+from axon_ps.wire.frames import encode_chunk
+from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 
 class ReadModel(Protocol):
@@ -141,6 +144,35 @@ class Reads:
             await self._waiters.wait(unit)
             self._model.check_generation(generation)
         return owned
+
+    async def moment(self, request: shard_pb2.AllGatherRequest, index: int) -> bytes:
+        """Return chunk `index` of a moment, f32, at the values' version; absent if the optimizer does not have it.
+
+        The first chunk of a request has the updates of each parameter.
+
+        Raises:
+            InvalidRequest: the unit is frozen.
+            GenerationChanged: the generation ended meanwhile.
+            Misuse: the model was released meanwhile.
+            SliceMoved: the slice is not here, or is corrupt.
+        """
+        owned = await self.unchanging(request.unit, request.begin, request.context.generation)
+        if not owned.trainable:
+            raise InvalidRequest(f"unit {request.unit} is frozen; it has no moment {request.moment!r}")
+        owned.check(index, index + 1)
+        owned.refuse_corrupt()
+        (offset, end), moments = owned.chunks.bounds[index], owned.master.moments
+        array = moments.arrays.get(request.moment)
+        header = common_pb2.Chunk(
+            unit=request.unit,
+            offset=offset,
+            numel=end - offset,
+            dtype=dtype_to_proto(DType.F32),
+            version=owned.changed,
+            absent=array is None,
+            updates=moments.updates if offset == request.begin else (),
+        )
+        return encode_chunk(header, None if array is None else array[owned.chunks.ranges[index]])
 
     async def copy_of(self, number: int, version: int, epoch: int, generation: int) -> OwnedSlice:
         """Return the slice with a number, once it is at the version that another server wants to copy.

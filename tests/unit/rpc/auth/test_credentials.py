@@ -194,7 +194,7 @@ def test_a_stream_ends_with_its_credentials_unless_the_same_caller_has_shown_new
         assert await ends(until(0))
         assert await ends(until(0), until(60, "worker 2"))
         assert not await ends(until(0), until(60))
-        assert not await ends(until(0), until(math.inf, "whoever holds the job's secret", has_secret=True))
+        assert not await ends(until(0), until(math.inf, "a holder of the job's secret", has_secret=True))
         assert not await ends(until(60))
         assert not await ends(until(0), is_stream=False), "a call that waits has a time-out"
 
