@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +114,34 @@ def parse_dtype(
     raise InvalidRequest(f"{what} is {value!r}; use one of {accepted}{meant}")
 
 
+_Member = TypeVar("_Member", bound=enum.Enum)
+
+
+def parse_member(given: object, of: type[_Member], what: str, also: Sequence[str] = ()) -> _Member:
+    """Return the member of an enum that was given, as YAML and torch's programs give it.
+
+    Args:
+        given: a member, its name or value in any case ("full_shard"), or the member of that name of torch's enum.
+        of: the enum.
+        what: the name of the argument, for the message.
+        also: the other values that the caller accepts, for the message.
+
+    Raises:
+        InvalidRequest: it is not one of them.
+    """
+    if isinstance(given, of):
+        return given
+    known = {name.lower(): member for name, member in of.__members__.items()}
+    known |= {str(member.value).lower(): member for member in of}
+    torchs = type(given).__module__.startswith("torch.") and not isinstance(given, type)
+    name = given if isinstance(given, str) and not isinstance(given, enum.Enum) else getattr(given, "name", None)
+    if isinstance(name, str) and (torchs or name is given) and name.lower() in known:
+        return known[name.lower()]
+    accepted = ", ".join([*(str(member.value) for member in of), *also])
+    meant = suggestion(name.lower(), known) if isinstance(name, str) else ""
+    raise InvalidRequest(f"{what} is {given!r}; use one of {accepted} ({of.__name__}){meant}")
+
+
 BUFFERS: Final = "buffers/"
 """The beginning of the key of a model's buffers among the attachments of checkpoints. Its name follows."""
 
@@ -138,14 +166,14 @@ Backend = BackendName
 
 
 class ReduceOp(enum.Enum):
-    """Operations that combine the contributions of several ranks. `MEAN` is another name of `AVERAGE`."""
+    """Operations that combine the contributions of several ranks. `MEAN` and torch's `AVG` are names of `AVERAGE`."""
 
     SUM = "sum"
     PRODUCT = "product"
     MIN = "min"
     MAX = "max"
     AVERAGE = "average"  # floating-point types only
-    MEAN = AVERAGE
+    MEAN = AVG = AVERAGE
     BAND = "band"  # bitwise: integers and bool only
     BOR = "bor"
     BXOR = "bxor"

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,8 +20,19 @@ from axon_ps.collectives import cuda
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import NUMBERS, Array, DType
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 _BY_NAME = {dtype.torch_name: dtype for dtype in NUMBERS}
 _BY_NUMPY = {dtype.numpy: dtype for dtype in DType if dtype is not DType.BF16}  # numpy itself has no bf16
+
+
+class GivesDLPack(Protocol):
+    """An array of a library with DLPack: numpy, torch, cupy, JAX."""
+
+    @property
+    def __dlpack__(self) -> Callable[..., Any]:
+        """Gives its memory."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,13 @@ class Flat:
         """Copy the result that a backend has written to `array` to the user's array, if it is another."""
         if self.write_back is not None:
             self.write_back()
+
+
+if TYPE_CHECKING:
+    AnyArray = Buffer | GivesDLPack | Flat
+
+T = TypeVar("T", bound="AnyArray")
+ListT = TypeVar("ListT", bound="Sequence[AnyArray]")
 
 
 def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
