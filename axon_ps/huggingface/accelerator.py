@@ -91,7 +91,8 @@ class Accelerator(accelerate.Accelerator):
     `prepare()` takes models and torch's optimizers and schedulers as they are. Use the objects that it returns.
     `save_state()` lets the servers write a checkpoint, with the optimizer's state, into the directory `axon_ps` of
     accelerate's checkpoint. `load_state()` restores it. `get_state_dict()` gives the state on the first process.
-    `unwrap_model()` gives the user's module, and `save_pretrained()` of that works.
+    `unwrap_model()` gives the user's module, and `save_pretrained()` of that works. `state` has the backend "axon", and
+    as `distributed_type` accelerate's MULTI_CPU or MULTI_GPU, by which its code goes.
 
     A process may start and find its model on the servers at a later version: all processes were started again, since
     one had died. Training goes on there: `model.version` is the number of steps made, `prepare()` brings schedulers
@@ -119,6 +120,8 @@ class Accelerator(accelerate.Accelerator):
         join_group()
         kwargs.setdefault("cpu", not torch.cuda.is_available())
         super().__init__(*args, **kwargs)
+        for state in (accelerate.PartialState(), self.state):  # accelerate names the backend it would have chosen
+            state.backend = dist.get_backend()
         if self.mixed_precision == "fp16":
             raise InvalidRequest(
                 "mixed_precision='fp16' scales losses and looks at gradients, which are on the shard servers by then; "
