@@ -121,7 +121,8 @@ def parse_member(given: object, of: type[_Member], what: str, also: Sequence[str
     """Return the member of an enum that was given, as YAML and torch's programs give it.
 
     Args:
-        given: a member, its name or value in any case ("full_shard"), or the member of that name of torch's enum.
+        given: a member, its name or value ("full_shard"; case does not count, nor "-" for "_"), or a member of an enum
+            of torch's with the name of one of ours.
         of: the enum.
         what: the name of the argument, for the message.
         also: the other values that the caller accepts, for the message.
@@ -131,15 +132,22 @@ def parse_member(given: object, of: type[_Member], what: str, also: Sequence[str
     """
     if isinstance(given, of):
         return given
-    known = {name.lower(): member for name, member in of.__members__.items()}
-    known |= {str(member.value).lower(): member for member in of}
-    torchs = type(given).__module__.startswith("torch.") and not isinstance(given, type)
-    name = given if isinstance(given, str) and not isinstance(given, enum.Enum) else getattr(given, "name", None)
-    if isinstance(name, str) and (torchs or name is given) and name.lower() in known:
-        return known[name.lower()]
-    accepted = ", ".join([*(str(member.value) for member in of), *also])
-    meant = suggestion(name.lower(), known) if isinstance(name, str) else ""
+    by_name = {_plain(name): member for name, member in of.__members__.items()}
+    values = {member.value if isinstance(member.value, str) else member.name.lower(): member for member in of}
+    by_name |= {_plain(value): member for value, member in values.items()}
+    is_torchs = type(given).__module__.startswith("torch.") and not isinstance(given, type)
+    name = getattr(given, "name", None) if is_torchs else given
+    meant = ""
+    if isinstance(name, str) and not isinstance(name, enum.Enum):
+        if (found := by_name.get(_plain(name))) is not None:
+            return found
+        meant = suggestion(_plain(name), by_name)
+    accepted = ", ".join([*values, *also])
     raise InvalidRequest(f"{what} is {given!r}; use one of {accepted} ({of.__name__}){meant}")
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 BUFFERS: Final = "buffers/"

@@ -18,7 +18,7 @@ import numpy as np
 
 from axon_ps.collectives import cuda
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import NUMBERS, Array, DType
+from axon_ps.types import NUMBERS, Array, DType, parse_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -102,6 +102,18 @@ def empty_like(data: Any, shape: tuple[int, ...]) -> Any:
     if _is_cupy(data):
         return type(data)(shape, dtype=data.dtype)
     return np.empty(shape, (data if isinstance(data, np.ndarray) else _as_numpy(data, "data")).dtype)
+
+
+def numpy_dtype(given: object) -> np.dtype[Any]:
+    """Return the numpy dtype of an argument `dtype`: numpy's, torch's or ours, or its name.
+
+    Raises:
+        InvalidRequest: numpy has no such dtype.
+    """
+    if given is not None:
+        with contextlib.suppress(TypeError):
+            return np.dtype(given)  # type: ignore[call-overload, no-any-return]
+    return parse_dtype(given, among=tuple(dtype for dtype in NUMBERS if dtype is not DType.BF16)).numpy
 
 
 def on_device(data: Any) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import inspect
 import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -94,6 +95,9 @@ def _with_op(function: Function, op: ReduceOp, name: str, text: str) -> Function
     def made(*args: Any, **given: Any) -> Any:
         return function(*args, op=op, **given)
 
+    signature = inspect.signature(function)
+    shown = [parameter for parameter in signature.parameters.values() if parameter.name != "op"]
+    made.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     made.__name__ = made.__qualname__ = name
     made.__doc__ = text.format(op=op.value)
     return cast("Function", made)
@@ -625,10 +629,11 @@ def empty_shared(shape: Shape, dtype: Any = np.float32, *, group: Group = None) 
         group: the group whose collectives use it.
 
     Raises:
+        InvalidRequest: numpy has no such dtype.
         Busy: there is not enough shared memory; the message has the bytes needed and available.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    wanted = np.dtype(dtype)
+    wanted = arrays.numpy_dtype(dtype)
     allocate = getattr(current_group(group).backend_of(), "empty_shared", None)
     if allocate is None:
         return np.empty(sizes, wanted)

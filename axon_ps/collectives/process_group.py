@@ -690,7 +690,7 @@ class ProcessGroup:
             raise InvalidRequest(
                 f"recv needs out=, or shape= (and dtype=) of the array that is to be made; {given} given"
             )
-        made = None if shape is None else np.empty(shape, dtype)
+        made = None if shape is None else np.empty(shape, arrays.numpy_dtype(dtype))
         if src != ANY_SOURCE and self._who.checked_rank(src, "src") == self.rank:
             raise InvalidRequest(f"rank {src} cannot receive from itself")
         flat = arrays.flatten(out if made is None else made, what="out")

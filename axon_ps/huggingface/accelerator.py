@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.from_torch import MovedOptimizer, broadcast_buffers, load_servers, moved, save_servers
-from axon_ps.parallel.fsdp.arguments import strategy_of
+from axon_ps.parallel.fsdp.arguments import strategy_of, understood
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.precision import MixedPrecision
@@ -51,17 +51,19 @@ class ServerPlugin:
         intra_node_size: HYBRID_SHARD: number of workers of a node; None = as many as this node has.
 
     Raises:
-        InvalidRequest: the strategy is NO_SHARD.
+        InvalidRequest: the strategy is NO_SHARD, or a value is not one of its argument.
     """
 
     sharding_strategy: ShardingStrategy | str | None = None
     unit_types: Collection[type[nn.Module]] | type[nn.Module] = ()
     auto_wrap_policy: Callable[..., bool] | None = None
     cpu_offload: CPUOffload | bool | str = CPUOffload.NONE
-    mixed_precision: MixedPrecision | torch.dtype | bool | None = None
+    mixed_precision: MixedPrecision | torch.dtype | str | bool | None = None
     intra_node_size: int | None = None
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            understood(each.name, getattr(self, each.name))
         if strategy_of(self.sharding_strategy) is ShardingStrategy.NO_SHARD:
             raise InvalidRequest(
                 "ServerPlugin(sharding_strategy=NO_SHARD) would put nothing on the servers; use accelerate's own "

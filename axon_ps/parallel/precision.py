@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -10,11 +11,24 @@ import torch
 
 from axon_ps.collectives import cuda
 from axon_ps.compress.compressor import Compressor
-from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import FLOATS, NUMBERS, DType, parse_dtype
 
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {dtype: getattr(torch, dtype.torch_name) for dtype in NUMBERS}
+
+
+def torch_dtype(given: object, what: str = "dtype", also: Sequence[str] = ()) -> torch.dtype:
+    """Return a dtype of torch's, which may be given by its name ("bfloat16").
+
+    Args:
+        given: the dtype. One of torch's is returned as it is.
+        what: the name of the argument, for the message.
+        also: the other values that the caller accepts, for the message.
+
+    Raises:
+        InvalidRequest: no floating-point dtype has that name.
+    """
+    return given if isinstance(given, torch.dtype) else TORCH_DTYPES[parse_dtype(given, what, FLOATS, also)]
 
 
 class _TorchDType:
@@ -27,8 +41,7 @@ class _TorchDType:
         return None if instance is None else instance.__dict__[self._name]  # of the class: the default value
 
     def __set__(self, instance: object, given: torch.dtype | str | None) -> None:
-        known = given is None or isinstance(given, torch.dtype)
-        instance.__dict__[self._name] = given if known else TORCH_DTYPES[parse_dtype(given, self._name, FLOATS)]
+        instance.__dict__[self._name] = None if given is None else torch_dtype(given, self._name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +87,7 @@ class MixedPrecision:
             return given
         if given is None or isinstance(given, bool):
             return cls(param_dtype=torch.bfloat16) if given else cls()
-        if isinstance(given, torch.dtype):
-            return cls(param_dtype=given)
-        raise InvalidRequest(f"mixed_precision is {given!r}; give a MixedPrecision, a torch.dtype, True or False")
+        return cls(param_dtype=torch_dtype(given, "mixed_precision", also=("MixedPrecision(...)", "True", "False")))
 
     def compute(self, built: torch.dtype) -> torch.dtype:
         """Return the dtype in which parameters built as `built` compute."""

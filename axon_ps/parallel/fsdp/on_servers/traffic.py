@@ -29,7 +29,7 @@ from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import Member, Membership
+from axon_ps.types import Member, Membership, parse_member
 from axon_ps.worker.world import World
 
 _logger = logging.getLogger(__name__)
@@ -69,9 +69,10 @@ class TrafficEstimate:
     strategy: ShardingStrategy
     why: str
 
-    def of(self, strategy: ShardingStrategy) -> NodeTraffic:
+    def of(self, strategy: ShardingStrategy | str) -> NodeTraffic:
         """Return the row of a strategy."""
-        return next(row for row in self.rows if row.strategy is strategy)
+        wanted = parse_member(strategy, ShardingStrategy, "strategy")
+        return next(row for row in self.rows if row.strategy is wanted)
 
     def __str__(self) -> str:
         lines = [f"{'a node and step':<16}{'in':>10}{'out':>10}"]
