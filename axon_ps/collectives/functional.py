@@ -96,8 +96,8 @@ def _with_op(function: Function, op: ReduceOp, name: str, text: str) -> Function
         return function(*args, op=op, **given)
 
     signature = inspect.signature(function)
-    shown = [parameter for parameter in signature.parameters.values() if parameter.name != "op"]
-    made.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    visible = [parameter for parameter in signature.parameters.values() if parameter.name != "op"]
+    made.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
     made.__name__ = made.__qualname__ = name
     made.__doc__ = text.format(op=op.value)
     return cast("Function", made)
@@ -127,17 +127,35 @@ def _all_reduce(
     return current_group(group).all_reduce(data, op, out=out, timeout_s=timeout_s, async_op=async_op)
 
 
-_ALL_REDUCE = "Replace `data` (or `out`, if given) by the {op} of all ranks' data, element by element; return it."
+_ALL_REDUCE = """Replace `data` (or `out`, if given) by the {op} of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
 all_reduce_sum = _with_op(_all_reduce, ReduceOp.SUM, "all_reduce_sum", _ALL_REDUCE)
-"""Replace `data` (or `out`, if given) by the sum of all ranks' data, element by element; return it."""
+"""Replace `data` (or `out`, if given) by the sum of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
 all_reduce_mean = _with_op(_all_reduce, ReduceOp.AVERAGE, "all_reduce_mean", _ALL_REDUCE)
-"""Replace `data` (or `out`, if given) by the average of all ranks' data, element by element; return it."""
+"""Replace `data` (or `out`, if given) by the average of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
 all_reduce_min = _with_op(_all_reduce, ReduceOp.MIN, "all_reduce_min", _ALL_REDUCE)
-"""Replace `data` (or `out`, if given) by the min of all ranks' data, element by element; return it."""
+"""Replace `data` (or `out`, if given) by the min of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
 all_reduce_max = _with_op(_all_reduce, ReduceOp.MAX, "all_reduce_max", _ALL_REDUCE)
-"""Replace `data` (or `out`, if given) by the max of all ranks' data, element by element; return it."""
+"""Replace `data` (or `out`, if given) by the max of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
 all_reduce_product = _with_op(_all_reduce, ReduceOp.PRODUCT, "all_reduce_product", _ALL_REDUCE)
-"""Replace `data` (or `out`, if given) by the product of all ranks' data, element by element; return it."""
+"""Replace `data` (or `out`, if given) by the product of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
 
 
 @overload
@@ -155,7 +173,10 @@ def all_reduce_sum_group(
 def all_reduce_sum_group(
     data: Any, group: ProcessGroup | JobWorld, *, out: Any = None, timeout_s: Seconds = None, async_op: bool = False
 ) -> Any:
-    """Do `all_reduce_sum` over a group that must be given."""
+    """Do `all_reduce_sum` over a group that must be given, with data of one shape and dtype on all ranks.
+
+    It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return all_reduce_sum(data, out=out, group=group, timeout_s=timeout_s, async_op=async_op)
 
 
@@ -166,7 +187,10 @@ def broadcast(data: T, group: Group = None, *, timeout_s: Seconds = None, async_
 @overload
 def broadcast(data: T, group: Group = None, *, timeout_s: Seconds = None, async_op: bool) -> T | Work[T]: ...
 def broadcast(data: Any, group: Group = None, *, timeout_s: Seconds = None, async_op: bool = False) -> Any:
-    """Replace `data` by that of the first rank; return it."""
+    """Replace `data` by that of the first rank, of the same shape and dtype; return it.
+
+    It raises as `ProcessGroup.broadcast`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return broadcast_from(data, 0, group=group, timeout_s=timeout_s, async_op=async_op)
 
 
@@ -186,7 +210,10 @@ def broadcast_from(
 def broadcast_from(
     data: Any, src: int, group: Group = None, *, timeout_s: Seconds = None, async_op: bool = False
 ) -> Any:
-    """Replace `data` by that of rank `src`; return it."""
+    """Replace `data` by that of rank `src`, of the same shape and dtype; return it.
+
+    It raises as `ProcessGroup.broadcast`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return current_group(group).broadcast(data, src, timeout_s=timeout_s, async_op=async_op)
 
 
@@ -229,7 +256,10 @@ def all_gather(
     timeout_s: Seconds = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather all ranks' data along the first dimension; see `ProcessGroup.all_gather`."""
+    """Gather all ranks' data, [rows, ...] each, along the first dimension: [all rows, ...].
+
+    It raises as `ProcessGroup.all_gather`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     chosen = current_group(group)
     return chosen.all_gather(data, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
@@ -278,11 +308,20 @@ def _reduce_scatter(
     return chosen.reduce_scatter(data, op, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
 
-_REDUCE_SCATTER = "Return this rank's rows of the {op} of all ranks' data; see `ProcessGroup.reduce_scatter`."
+_REDUCE_SCATTER = """Return this rank's rows of the {op} of all ranks' data, [rows, ...] of one shape and dtype.
+
+It raises as `ProcessGroup.reduce_scatter`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
 reduce_scatter_sum = _with_op(_reduce_scatter, ReduceOp.SUM, "reduce_scatter_sum", _REDUCE_SCATTER)
-"""Return this rank's rows of the sum of all ranks' data; see `ProcessGroup.reduce_scatter`."""
+"""Return this rank's rows of the sum of all ranks' data, [rows, ...] of one shape and dtype.
+
+It raises as `ProcessGroup.reduce_scatter`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
 reduce_scatter_mean = _with_op(_reduce_scatter, ReduceOp.AVERAGE, "reduce_scatter_mean", _REDUCE_SCATTER)
-"""Return this rank's rows of the average of all ranks' data; see `ProcessGroup.reduce_scatter`."""
+"""Return this rank's rows of the average of all ranks' data, [rows, ...] of one shape and dtype.
+
+It raises as `ProcessGroup.reduce_scatter`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
 
 
 @overload
@@ -329,7 +368,10 @@ def gather_tensor(
     timeout_s: Seconds = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather all ranks' data on rank `dst`, along the first dimension; None elsewhere. See `ProcessGroup.gather`."""
+    """Gather all ranks' data, [rows, ...] each, on rank `dst` along the first dimension; return None elsewhere.
+
+    It raises as `ProcessGroup.gather`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     chosen = current_group(group)
     return chosen.gather(data, dst, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
@@ -378,7 +420,10 @@ def scatter_tensor(
     timeout_s: Seconds = None,
     async_op: bool = False,
 ) -> Any:
-    """Return this rank's rows of rank `src`'s data; see `ProcessGroup.scatter`."""
+    """Return this rank's rows of rank `src`'s data: [rows, ...] of [all rows, ...].
+
+    It raises as `ProcessGroup.scatter`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     chosen = current_group(group)
     return chosen.scatter(data, src, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
@@ -426,7 +471,10 @@ def all_to_all(
     timeout_s: Seconds = None,
     async_op: bool = False,
 ) -> Any:
-    """Exchange partitions: number i of the result is rank i's for this rank; see `ProcessGroup.all_to_all`."""
+    """Exchange partitions of [rows, ...]: number i of the result is rank i's for this rank.
+
+    It raises as `ProcessGroup.all_to_all`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return current_group(group).all_to_all(
         data,
         out=out,
@@ -444,7 +492,10 @@ def barrier(group: Group = None, *, timeout_s: Seconds = None, async_op: Async) 
 @overload
 def barrier(group: Group = None, *, timeout_s: Seconds = None, async_op: bool) -> Work[None] | None: ...
 def barrier(group: Group = None, *, timeout_s: Seconds = None, async_op: bool = False) -> Any:
-    """Return when every rank has called it."""
+    """Return when every rank has called it, within `timeout_s` seconds.
+
+    It raises as `ProcessGroup.barrier`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return current_group(group).barrier(timeout_s, async_op=async_op)
 
 
@@ -464,7 +515,10 @@ def send(
 def send(
     data: Any, dst: int, group: Group = None, *, tag: int = 0, timeout_s: Seconds = None, async_op: bool = False
 ) -> Any:
-    """Send an array to rank `dst`; see `ProcessGroup.send`."""
+    """Send an array of any shape to rank `dst`, which expects as many elements of its dtype.
+
+    It raises as `ProcessGroup.send`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return current_group(group).send(data, dst, tag=tag, timeout_s=timeout_s, async_op=async_op)
 
 
@@ -569,7 +623,10 @@ def sync_gradient(gradient: T, group: Group = None, *, timeout_s: Seconds = None
 @overload
 def sync_gradient(gradient: T, group: Group = None, *, timeout_s: Seconds = None, async_op: bool) -> T | Work[T]: ...
 def sync_gradient(gradient: Any, group: Group = None, *, timeout_s: Seconds = None, async_op: bool = False) -> Any:
-    """Average one gradient over the ranks, in place; return it."""
+    """Average one gradient over the ranks, of the same shape and dtype on all of them, in place; return it.
+
+    It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return all_reduce_mean(gradient, group=group, timeout_s=timeout_s, async_op=async_op)
 
 
@@ -591,14 +648,17 @@ def sync_gradients(
     """Average many gradients over the ranks, in place; those in host memory go `BUCKET_BYTES` at a time.
 
     Args:
-        gradients: arrays, or torch parameters, of which the `.grad` is averaged; None, and a parameter without a
-            gradient, is skipped, so the same ones must be missing on every rank.
+        gradients: arrays of any shapes and float dtypes, or torch parameters, of which the `.grad` is averaged. None,
+            and a parameter without a gradient, is skipped, so the same ones must be missing on every rank.
         group: see this module.
         timeout_s: see this module.
         async_op: see this module.
 
     Returns:
         The list of the arrays that were averaged.
+
+    Raises:
+        Disagreement, InvalidRequest, MemberLost, Timeout: as `ProcessGroup.all_reduce_each`.
     """
     chosen = current_group(group)
     found = [g for g in map(_gradient, gradients) if g is not None]

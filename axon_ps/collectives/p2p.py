@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @rank_names("dst")
 def isend(tensor: AnyArray, dst: int, group: Group = None, tag: int = 0, *, timeout_s: Seconds = None) -> Work[None]:
-    """Call `send` with `async_op=True`, by torch's name."""
+    """Call `send` with `async_op=True`, by torch's name: an array of any shape, and of a dtype that `dst` expects.
+
+    It raises as `ProcessGroup.send`.
+    """
     return current_group(group).send(tensor, dst, tag=tag, timeout_s=timeout_s, async_op=True)
 
 
@@ -35,7 +38,10 @@ def isend(tensor: AnyArray, dst: int, group: Group = None, tag: int = 0, *, time
 def irecv(
     tensor: AnyArray, src: int = ANY_SOURCE, group: Group = None, tag: int = 0, *, timeout_s: Seconds = None
 ) -> Work[int]:
-    """Call `recv` with `async_op=True`, by torch's name. The handle's `wait()` returns the sender."""
+    """Call `recv` with `async_op=True`, by torch's name. The handle's `wait()` returns the sender.
+
+    The array has as many elements as the message, and its dtype. It raises as `ProcessGroup.recv`.
+    """
     return current_group(group).recv(tensor, src, tag=tag, timeout_s=timeout_s, async_op=True)
 
 

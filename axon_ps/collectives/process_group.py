@@ -91,6 +91,10 @@ class ProcessGroup:
     def new(of: Backend | Sequence[int], *, timeout_s: float = BACKEND_TIMEOUT_S) -> ProcessGroup:
         """Return `ProcessGroup(backend)`, or for world ranks `World.current().new_group(ranks)`.
 
+        Args:
+            of: the backend, or the ranks.
+            timeout_s: default time-out of every operation, in seconds; for groups made of a backend.
+
         Raises:
             Misuse: ranks were given, and there is no current world.
             InvalidRequest, Disagreement: as for `World.new_group`.
@@ -229,8 +233,13 @@ class ProcessGroup:
     ) -> Any:
         """Replace `data` (or `out`, if given; then `data` is only read) by the reduction of all ranks' data.
 
+        `data` has the same shape and dtype on every rank.
+
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.all_reduce, data, op, out)
         return self.calls.make("all_reduce", prepare, data, timeout_s, async_op)
@@ -252,8 +261,13 @@ class ProcessGroup:
     ) -> Any:
         """Replace each array by the reduction of all ranks' arrays, one after the other, until an error.
 
+        Each array has the same shape and dtype on every rank.
+
         Returns:
             `data`; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         device = any(map(arrays.on_device, data))
         with self.calls.preparing("all_reduce_each", device, timeout_s, async_op) as limit_s:
@@ -278,8 +292,13 @@ class ProcessGroup:
     ) -> Any:
         """Replace `data` on rank `dst` by the reduction of all ranks' data; elsewhere it is only read.
 
+        `data` has the same shape and dtype on every rank.
+
         Returns:
             `data`; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.reduce, self._who, data, dst, op)
         return self.calls.make("reduce", prepare, data, timeout_s, async_op)
@@ -294,8 +313,13 @@ class ProcessGroup:
     def broadcast(self, data: Any, src: int = 0, *, timeout_s: Seconds = None, async_op: bool = False) -> Any:
         """Replace `data` by that of rank `src`.
 
+        `data` has the same shape and dtype on every rank.
+
         Returns:
             `data`; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.broadcast, self._who, data, src)
         return self.calls.make("broadcast", prepare, data, timeout_s, async_op)
@@ -326,6 +350,9 @@ class ProcessGroup:
 
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.all_gather, self._who, data, out, counts)
         return self.calls.make("all_gather", prepare, data, timeout_s, async_op)
@@ -386,6 +413,9 @@ class ProcessGroup:
 
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.reduce_scatter, self._who, data, op, out, counts)
         return self.calls.make("reduce_scatter", prepare, data, timeout_s, async_op)
@@ -443,6 +473,9 @@ class ProcessGroup:
             counts: rows by rank; None = every rank has as many as this one.
             timeout_s: seconds that it may take.
             async_op: return a `Work`.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.gather, self._who, data, dst, out, counts)
         return self.calls.make("gather", prepare, data, timeout_s, async_op)
@@ -505,6 +538,9 @@ class ProcessGroup:
 
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.scatter, self._who, data, src, out, counts)
         return self.calls.make("scatter", prepare, data, timeout_s, async_op)
@@ -564,6 +600,9 @@ class ProcessGroup:
 
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.all_to_all, self._who, data, out, output_counts, input_counts)
         return self.calls.make("all_to_all", prepare, data, timeout_s, async_op)
@@ -575,7 +614,11 @@ class ProcessGroup:
     @overload
     def barrier(self, timeout_s: Seconds = None, *, async_op: bool) -> Work[None] | None: ...
     def barrier(self, timeout_s: Seconds = None, *, async_op: bool = False) -> Any:
-        """Return when every member has called it."""
+        """Return when every member has called it, within `timeout_s` seconds.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
+        """
         return self.calls.make("barrier", arguments.barrier, None, timeout_s, async_op)
 
     # ------------------------------------------------------------------ point to point

@@ -414,7 +414,7 @@ class World:
         """Return the value of a key as soon as there is one.
 
         Raises:
-            Timeout: it was not stored in time.
+            Timeout: it was not stored within `timeout_s` seconds; None = the world's default.
         """
         return self._loop.run(self._coordinator.kv_wait(key, timeout_s=self._limit(timeout_s)))
 
@@ -566,7 +566,7 @@ class World:
 
         Args:
             uri: as for `restore_checkpoint`.
-            timeout_s: as for `restore_checkpoint`.
+            timeout_s: most seconds for it; None = the world's default.
 
         Raises:
             CheckpointError, InvalidRequest: as for `restore_checkpoint`, on the worker that restores.

@@ -151,6 +151,7 @@ class FullyShardedDataParallel(ModuleWrapper):
     # ------------------------------------------------------------------ as a module
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, with its arguments, and with the parameters gathered unit by unit."""
         return self._run_gathered(self.module, args, kwargs)
 
     def _run_gathered(self, inside: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

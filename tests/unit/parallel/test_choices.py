@@ -318,8 +318,8 @@ if importlib.util.find_spec("lightning"):
     }
 
 
-def annotated() -> Iterator[tuple[str, str]]:
-    """The public arguments, and their annotations."""
+def public_functions() -> Iterator[tuple[str, Any]]:
+    """The public functions and methods."""
     for module_ in MODULES:
         for name in module_.__all__:
             public = getattr(module_, name)
@@ -334,10 +334,7 @@ def annotated() -> Iterator[tuple[str, str]]:
                     for method, member in members
                     if not method.startswith("_") and str(getattr(member, "__module__", "")).startswith("axon_ps")
                 ]
-            for called, function in functions:
-                if inspect.isfunction(function) or inspect.ismethod(function):
-                    for argument in inspect.signature(function).parameters.values():
-                        yield f"{called}.{argument.name}", str(argument.annotation)
+            yield from ((called, one) for called, one in functions if inspect.isfunction(one) or inspect.ismethod(one))
 
 
 def enums() -> set[str]:
@@ -353,7 +350,12 @@ def enums() -> set[str]:
 
 def test_every_argument_that_is_a_choice_is_here() -> None:
     pattern = re.compile("|".join([CHOSEN, *(rf"\b{name}\b" for name in enums())]))
-    chosen = {name for name, annotation in annotated() if pattern.search(annotation) and not INTERNAL.match(name)}
+    arguments = {
+        f"{called}.{argument.name}": str(argument.annotation)
+        for called, function in public_functions()
+        for argument in inspect.signature(function).parameters.values()
+    }
+    chosen = {name for name, annotation in arguments.items() if pattern.search(annotation) and not INTERNAL.match(name)}
     assert {"FSDP.sharding_strategy", "ProcessGroup.all_reduce.op"} <= chosen
     assert chosen - CHOICES.keys() == set()
 
