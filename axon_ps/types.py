@@ -7,7 +7,7 @@ import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,6 +164,42 @@ def parse_dtype(
     raise InvalidRequest(f"{what} is {value!r}; use one of {accepted}{meant}")
 
 
+_Member = TypeVar("_Member", bound=enum.Enum)
+
+
+def parse_member(given: object, of: type[_Member], what: str, also: Sequence[str] = ()) -> _Member:
+    """Return the member of an enum that was given, as YAML and torch's programs give it.
+
+    Args:
+        given: a member, its name or value ("full_shard"; case does not count, nor "-" for "_"), or a member of an enum
+            of torch's with the name of one of ours.
+        of: the enum.
+        what: the name of the argument, for the message.
+        also: the other values that the caller accepts, for the message.
+
+    Raises:
+        InvalidRequest: it is not one of them.
+    """
+    if isinstance(given, of):
+        return given
+    by_name = {_plain(name): member for name, member in of.__members__.items()}
+    values = {member.value if isinstance(member.value, str) else member.name.lower(): member for member in of}
+    by_name |= {_plain(value): member for value, member in values.items()}
+    is_torchs = type(given).__module__.startswith("torch.") and not isinstance(given, type)
+    name = getattr(given, "name", None) if is_torchs else given
+    meant = ""
+    if isinstance(name, str) and not isinstance(name, enum.Enum):
+        if (found := by_name.get(_plain(name))) is not None:
+            return found
+        meant = suggestion(_plain(name), by_name)
+    accepted = ", ".join([*values, *also])
+    raise InvalidRequest(f"{what} is {given!r}; use one of {accepted} ({of.__name__}){meant}")
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
 BUFFERS: Final = "buffers/"
 """The beginning of the key of a model's buffers among the attachments of checkpoints. Its name follows."""
 
@@ -188,14 +224,14 @@ Backend = BackendName
 
 
 class ReduceOp(enum.Enum):
-    """Operations that combine the contributions of several ranks. `MEAN` is another name of `AVERAGE`."""
+    """Operations that combine the contributions of several ranks. `MEAN` and torch's `AVG` are names of `AVERAGE`."""
 
     SUM = "sum"
     PRODUCT = "product"
     MIN = "min"
     MAX = "max"
     AVERAGE = "average"  # floating-point types only
-    MEAN = AVERAGE
+    MEAN = AVG = AVERAGE
     BAND = "band"  # bitwise: integers and bool only
     BOR = "bor"
     BXOR = "bxor"

@@ -38,7 +38,7 @@ MAX_CLASS = 350
 """Lines of a class, all of them."""
 
 MAX_CLASS_CODE = 350
-"""Lines of a class, without docstrings, comments and empty lines."""
+"""Lines of a class, without docstrings, comments, empty lines, and the signatures of overloads."""
 
 MAX_MODULE = 600
 """Lines of a module, likewise."""
@@ -232,9 +232,20 @@ def class_sizes(all_modules: Mapping[str, Module]) -> dict[str, tuple[int, int]]
     sizes = {}
     for name, module in all_modules.items():
         for node in module.classes:
-            span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-            sizes[f"{name}.{node.name}"] = len(module.code & set(span)), len(span)
+            span, code = _lines(node), set(module.code)
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef) and any(map(_is_overload, inner.decorator_list)):
+                    code.difference_update(range(inner.decorator_list[0].lineno, _lines(inner).stop))
+            sizes[f"{name}.{node.name}"] = len(code.intersection(span)), len(span)
     return dict(sorted(sizes.items(), key=lambda item: -item[1][0]))
+
+
+def _lines(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _is_overload(decorator: ast.expr) -> bool:
+    return isinstance(decorator, ast.Name) and decorator.id == "overload"
 
 
 def module_sizes(all_modules: Mapping[str, Module]) -> Counter[str]:

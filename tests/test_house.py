@@ -135,6 +135,14 @@ def test_code_is_counted_without_docstrings_comments_and_empty_lines(tmp_path: P
     assert house.class_sizes(found) == {"axon_ps.room.A": (2, 5)}
 
 
+def test_the_signatures_of_overloads_are_lines_of_a_class_and_no_code(tmp_path: Path) -> None:
+    (tmp_path / "axon_ps").mkdir()
+    (tmp_path / "axon_ps" / "room.py").write_text(
+        "class A:\n    @overload\n    def f(\n        self\n    ) -> int: ...\n    def f(self):\n        return 1\n"
+    )
+    assert house.class_sizes(house.modules(tmp_path)) == {"axon_ps.room.A": (3, 7)}
+
+
 def test_the_glossary_has_every_word_once() -> None:
     terms = re.findall(r"^\| ([^|]+?) \|", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
     words = [term for term in terms if term not in ("word", "---")]

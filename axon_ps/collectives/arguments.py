@@ -9,10 +9,13 @@ that is to be made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from axon_ps.collectives import arrays
 from axon_ps.collectives.arrays import Flat
@@ -20,7 +23,25 @@ from axon_ps.collectives.backends.base import Call, Operation, Request
 from axon_ps.collectives.group_members import GroupMembers
 from axon_ps.errors import InvalidRequest
 from axon_ps.reduction import ops as reduction
-from axon_ps.types import DType, ReduceOp
+from axon_ps.types import DType, ReduceOp, parse_member
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Sync: TypeAlias = Literal[False]
+Async: TypeAlias = Literal[True]
+Seconds: TypeAlias = float | None
+Counts: TypeAlias = Sequence[int] | None
+Shape: TypeAlias = int | Sequence[int]
+
+
+class NamedOp(Protocol):
+    """The type of `torch.distributed.ReduceOp.SUM`."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+
+Op: TypeAlias = ReduceOp | str | NamedOp
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -70,26 +91,26 @@ class PreparedCall:
 # ---------------------------------------------------------------------- the collectives
 
 
-def all_reduce(data: Any, op: ReduceOp, out: Any = None) -> PreparedCall:
+def all_reduce(data: Any, op: Op, out: Any = None) -> PreparedCall:
     """Prepare `ProcessGroup.all_reduce`."""
     result, flat, source = result_like(data, out)
-    reduction.check(op, flat.dtype)
+    op = _operation(op, flat.dtype)
     return PreparedCall(
         operation=Operation.ALL_REDUCE, data=flat, result=result, counts=(flat.array.size,), op=op, copied=source
     )
 
 
-def reduce(members: GroupMembers, data: Any, root: int, op: ReduceOp) -> PreparedCall:
+def reduce(members: GroupMembers, data: Any, root: int, op: Op) -> PreparedCall:
     """Prepare `ProcessGroup.reduce`."""
-    is_root = members.checked_rank(root, "root") == members.rank
+    is_root = members.checked_rank(root, "dst") == members.rank
     flat = arrays.flatten(data, writable=is_root)
-    reduction.check(op, flat.dtype)
+    op = _operation(op, flat.dtype)
     return PreparedCall(operation=Operation.REDUCE, data=flat, result=data, counts=(flat.array.size,), op=op, root=root)
 
 
 def broadcast(members: GroupMembers, data: Any, root: int) -> PreparedCall:
     """Prepare `ProcessGroup.broadcast`."""
-    is_root = members.checked_rank(root, "root") == members.rank
+    is_root = members.checked_rank(root, "src") == members.rank
     flat = arrays.flatten(data, writable=not is_root)
     return PreparedCall(operation=Operation.BROADCAST, data=flat, result=data, counts=(flat.array.size,), root=root)
 
@@ -105,12 +126,10 @@ def all_gather(members: GroupMembers, data: Any, out: Any, counts: Sequence[int]
     )
 
 
-def reduce_scatter(
-    members: GroupMembers, data: Any, op: ReduceOp, out: Any, counts: Sequence[int] | None
-) -> PreparedCall:
+def reduce_scatter(members: GroupMembers, data: Any, op: Op, out: Any, counts: Sequence[int] | None) -> PreparedCall:
     """Prepare `ProcessGroup.reduce_scatter`."""
     flat = arrays.flatten(data, writable=False)
-    reduction.check(op, flat.dtype)
+    op = _operation(op, flat.dtype)
     rows = _split(_rows(flat), members.world_size) if counts is None else _rows_by_rank(counts, 0, members)
     _match_rows("data", flat, sum(rows))
     result, output = _output(out, data, flat, rows[members.rank])
@@ -121,7 +140,7 @@ def reduce_scatter(
 
 def gather(members: GroupMembers, data: Any, root: int, out: Any, counts: Sequence[int] | None) -> PreparedCall:
     """Prepare `ProcessGroup.gather`."""
-    is_root = members.checked_rank(root, "root") == members.rank
+    is_root = members.checked_rank(root, "dst") == members.rank
     flat = arrays.flatten(data, writable=False)
     rows = _rows_by_rank(counts, _rows(flat), members)
     _match_rows("data", flat, rows[members.rank])
@@ -133,9 +152,9 @@ def gather(members: GroupMembers, data: Any, root: int, out: Any, counts: Sequen
 
 def scatter(members: GroupMembers, data: Any, root: int, out: Any, counts: Sequence[int] | None) -> PreparedCall:
     """Prepare `ProcessGroup.scatter`."""
-    is_root = members.checked_rank(root, "root") == members.rank
+    is_root = members.checked_rank(root, "src") == members.rank
     if data is None and (is_root or out is None):
-        raise InvalidRequest("scatter needs data on the root, and elsewhere data or out=, whose shape comes")
+        raise InvalidRequest("scatter needs data on rank src, and elsewhere data or out=, whose shape comes")
     source = arrays.flatten(data, writable=False) if is_root or out is None else None
     if out is not None:
         mine = arrays.flatten(out, what="out")
@@ -182,6 +201,48 @@ def all_to_all(
 def barrier() -> PreparedCall:
     """Prepare `ProcessGroup.barrier`."""
     return PreparedCall(operation=Operation.BARRIER)
+
+
+# ---------------------------------------------------------------------- operations and ranks
+
+
+def _operation(given: Op, dtype: DType) -> ReduceOp:
+    """Return a reduction that is defined for a dtype."""
+    op = parse_member(given, ReduceOp, "op")
+    reduction.check(op, dtype)
+    return op
+
+
+def rank_names(name: str, *, old: str | None = None) -> Callable[[Function], Function]:
+    """Let a function take its argument `name` ("dst" or "src") by torch's other name, "group_dst", and by an old one.
+
+    The old name works for one release, with a `DeprecationWarning`. The function raises `InvalidRequest` where the
+    argument is given twice, or is needed and not given.
+    """
+    others = (f"group_{name}",) if old is None else (f"group_{name}", old)
+
+    def decorate(function: Function) -> Function:
+        parameters = inspect.signature(function).parameters
+        position = list(parameters).index(name)
+        needed = parameters[name].default is inspect.Parameter.empty
+
+        @functools.wraps(function)
+        def renamed(*args: Any, **given: Any) -> Any:
+            for other in others:
+                if other in given:
+                    if name in given or len(args) > position:
+                        raise InvalidRequest(f"{function.__name__} was given {name} and {other}, which are one rank")
+                    if other == old:
+                        text = f"{old}= of {function.__name__} is called {name}= now"
+                        warnings.warn(text, DeprecationWarning, stacklevel=2)
+                    given[name] = given.pop(other)
+            if needed and name not in given and len(args) <= position:
+                raise InvalidRequest(f"{function.__name__} was not given {name}=, a position in the group")
+            return function(*args, **given)
+
+        return cast("Function", renamed)
+
+    return decorate
 
 
 # ---------------------------------------------------------------------- shapes

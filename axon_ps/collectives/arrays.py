@@ -10,18 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from axon_ps.collectives import cuda
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import COLLECTIVE_DTYPES, NUMBERS, Array, DType
+from axon_ps.types import COLLECTIVE_DTYPES, NUMBERS, Array, DType, parse_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _BY_NAME = {dtype.torch_name: dtype for dtype in NUMBERS}
 _BY_NUMPY = {dtype.numpy: dtype for dtype in COLLECTIVE_DTYPES if dtype is not DType.BF16}  # numpy itself has no bf16
+
+
+class GivesDLPack(Protocol):
+    """An array of a library with DLPack: numpy, torch, cupy, JAX."""
+
+    @property
+    def __dlpack__(self) -> Callable[..., Any]:
+        """Gives its memory."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,13 @@ class Flat:
         """Copy the result that a backend has written to `array` to the user's array, if it is another."""
         if self.write_back is not None:
             self.write_back()
+
+
+if TYPE_CHECKING:
+    AnyArray = Buffer | GivesDLPack | Flat
+
+T = TypeVar("T", bound="AnyArray")
+ListT = TypeVar("ListT", bound="Sequence[AnyArray]")
 
 
 def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
@@ -84,6 +102,18 @@ def empty_like(data: Any, shape: tuple[int, ...]) -> Any:
     if _is_cupy(data):
         return type(data)(shape, dtype=data.dtype)
     return np.empty(shape, (data if isinstance(data, np.ndarray) else _as_numpy(data, "data")).dtype)
+
+
+def numpy_dtype(given: object) -> np.dtype[Any]:
+    """Return the numpy dtype of an argument `dtype`: numpy's, torch's or ours, or its name.
+
+    Raises:
+        InvalidRequest: numpy has no such dtype.
+    """
+    if given is not None:
+        with contextlib.suppress(TypeError):
+            return np.dtype(given)  # type: ignore[call-overload, no-any-return]
+    return parse_dtype(given, among=tuple(dtype for dtype in NUMBERS if dtype is not DType.BF16)).numpy
 
 
 def on_device(data: Any) -> bool:

@@ -14,30 +14,38 @@ After an error: see `ProcessGroup`. Ranks are positions in the group.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
+import inspect
 import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 
 from axon_ps.collectives import arrays, current_world
-from axon_ps.collectives.arrays import Flat
+from axon_ps.collectives.arguments import Async, Counts, Seconds, Shape, Sync, rank_names
+from axon_ps.collectives.arrays import Flat, T
 from axon_ps.collectives.process_group import ANY_SOURCE, ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.errors import InvalidRequest, Misuse
-from axon_ps.types import DType, ReduceOp
+from axon_ps.types import Array, DType, ReduceOp
 
 if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from axon_ps.collectives.arrays import AnyArray
     from axon_ps.collectives.current_world import JobWorld
 
-T = TypeVar("T")
+Group: TypeAlias = "ProcessGroup | JobWorld | None"
+Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 BUCKET_BYTES = 25 << 20
 """The bytes of several gradients that `sync_gradients` puts into one all-reduce; PyTorch's DDP has the same default."""
 
 
-def current_group(group: ProcessGroup | JobWorld | None = None) -> ProcessGroup:
+def current_group(group: Group = None) -> ProcessGroup:
     """Return the given group, or all workers of the given world, or all workers of the current world.
 
     Raises:
@@ -65,156 +73,408 @@ def as_group(given: Any) -> ProcessGroup:
     return cast("ProcessGroup", group)
 
 
-def rank(group: ProcessGroup | JobWorld | None = None) -> int:
+def rank(group: Group = None) -> int:
     """Return this worker's position."""
     return current_group(group).rank
 
 
-def world_size(group: ProcessGroup | JobWorld | None = None) -> int:
+def world_size(group: Group = None) -> int:
     """Return the number of workers."""
     return current_group(group).world_size
 
 
-def is_main_process(group: ProcessGroup | JobWorld | None = None) -> bool:
+def is_main_process(group: Group = None) -> bool:
     """Return True on the first rank, which logs and saves."""
     return current_group(group).rank == 0
 
 
-def _all_reduce(op: ReduceOp, suffix: str) -> Callable[..., Any]:
-    def all_reduce(
-        data: Any,
-        group: ProcessGroup | JobWorld | None = None,
-        *,
-        out: Any = None,
-        timeout_s: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        return current_group(group).all_reduce(data, op, out=out, timeout_s=timeout_s, async_op=async_op)
+def _with_op(function: Function, op: ReduceOp, name: str, text: str) -> Function:
+    """Return `function` with an operation, under a name. Editors show the strings below the names."""
 
-    all_reduce.__name__ = all_reduce.__qualname__ = f"all_reduce_{suffix}"
-    all_reduce.__doc__ = (
-        f"`data` (or `out`, if given) becomes the {op.value} of all ranks' data, element by element; returns it."
-    )
-    return all_reduce
+    @functools.wraps(function)
+    def made(*args: Any, **given: Any) -> Any:
+        return function(*args, op=op, **given)
+
+    signature = inspect.signature(function)
+    visible = [parameter for parameter in signature.parameters.values() if parameter.name != "op"]
+    made.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
+    made.__name__ = made.__qualname__ = name
+    made.__doc__ = text.format(op=op.value)
+    return cast("Function", made)
 
 
-all_reduce_sum = _all_reduce(ReduceOp.SUM, "sum")
-all_reduce_mean = _all_reduce(ReduceOp.AVERAGE, "mean")
-all_reduce_min = _all_reduce(ReduceOp.MIN, "min")
-all_reduce_max = _all_reduce(ReduceOp.MAX, "max")
-all_reduce_product = _all_reduce(ReduceOp.PRODUCT, "product")
-
-
-def all_reduce_sum_group(
+@overload
+def _all_reduce(
+    data: T, group: Group = None, *, out: T | None = None, timeout_s: Seconds = None, async_op: Sync = False
+) -> T: ...
+@overload
+def _all_reduce(
+    data: T, group: Group = None, *, out: T | None = None, timeout_s: Seconds = None, async_op: Async
+) -> Work[T]: ...
+@overload
+def _all_reduce(
+    data: T, group: Group = None, *, out: T | None = None, timeout_s: Seconds = None, async_op: bool
+) -> T | Work[T]: ...
+def _all_reduce(
     data: Any,
-    group: ProcessGroup | JobWorld,
+    group: Group = None,
     *,
+    op: ReduceOp = ReduceOp.SUM,
     out: Any = None,
-    timeout_s: float | None = None,
+    timeout_s: Seconds = None,
     async_op: bool = False,
 ) -> Any:
-    """Do `all_reduce_sum` over a group that must be given."""
+    return current_group(group).all_reduce(data, op, out=out, timeout_s=timeout_s, async_op=async_op)
+
+
+_ALL_REDUCE = """Replace `data` (or `out`, if given) by the {op} of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
+all_reduce_sum = _with_op(_all_reduce, ReduceOp.SUM, "all_reduce_sum", _ALL_REDUCE)
+"""Replace `data` (or `out`, if given) by the sum of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
+all_reduce_mean = _with_op(_all_reduce, ReduceOp.AVERAGE, "all_reduce_mean", _ALL_REDUCE)
+"""Replace `data` (or `out`, if given) by the average of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
+all_reduce_min = _with_op(_all_reduce, ReduceOp.MIN, "all_reduce_min", _ALL_REDUCE)
+"""Replace `data` (or `out`, if given) by the min of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
+all_reduce_max = _with_op(_all_reduce, ReduceOp.MAX, "all_reduce_max", _ALL_REDUCE)
+"""Replace `data` (or `out`, if given) by the max of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
+all_reduce_product = _with_op(_all_reduce, ReduceOp.PRODUCT, "all_reduce_product", _ALL_REDUCE)
+"""Replace `data` (or `out`, if given) by the product of all ranks' data, of one shape and dtype; return it.
+
+It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
+
+
+@overload
+def all_reduce_sum_group(
+    data: T, group: ProcessGroup | JobWorld, *, out: T | None = None, timeout_s: Seconds = None, async_op: Sync = False
+) -> T: ...
+@overload
+def all_reduce_sum_group(
+    data: T, group: ProcessGroup | JobWorld, *, out: T | None = None, timeout_s: Seconds = None, async_op: Async
+) -> Work[T]: ...
+@overload
+def all_reduce_sum_group(
+    data: T, group: ProcessGroup | JobWorld, *, out: T | None = None, timeout_s: Seconds = None, async_op: bool
+) -> T | Work[T]: ...
+def all_reduce_sum_group(
+    data: Any, group: ProcessGroup | JobWorld, *, out: Any = None, timeout_s: Seconds = None, async_op: bool = False
+) -> Any:
+    """Do `all_reduce_sum` over a group that must be given, with data of one shape and dtype on all ranks.
+
+    It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return all_reduce_sum(data, out=out, group=group, timeout_s=timeout_s, async_op=async_op)
 
 
-def broadcast(
-    data: Any, group: ProcessGroup | JobWorld | None = None, *, timeout_s: float | None = None, async_op: bool = False
-) -> Any:
-    """Replace `data` by that of the first rank; return it."""
+@overload
+def broadcast(data: T, group: Group = None, *, timeout_s: Seconds = None, async_op: Sync = False) -> T: ...
+@overload
+def broadcast(data: T, group: Group = None, *, timeout_s: Seconds = None, async_op: Async) -> Work[T]: ...
+@overload
+def broadcast(data: T, group: Group = None, *, timeout_s: Seconds = None, async_op: bool) -> T | Work[T]: ...
+def broadcast(data: Any, group: Group = None, *, timeout_s: Seconds = None, async_op: bool = False) -> Any:
+    """Replace `data` by that of the first rank, of the same shape and dtype; return it.
+
+    It raises as `ProcessGroup.broadcast`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return broadcast_from(data, 0, group=group, timeout_s=timeout_s, async_op=async_op)
 
 
+@overload
 def broadcast_from(
-    data: Any,
-    src: int,
-    group: ProcessGroup | JobWorld | None = None,
-    *,
-    timeout_s: float | None = None,
-    async_op: bool = False,
+    data: T, src: int, group: Group = None, *, timeout_s: Seconds = None, async_op: Sync = False
+) -> T: ...
+@overload
+def broadcast_from(
+    data: T, src: int, group: Group = None, *, timeout_s: Seconds = None, async_op: Async
+) -> Work[T]: ...
+@overload
+def broadcast_from(
+    data: T, src: int, group: Group = None, *, timeout_s: Seconds = None, async_op: bool
+) -> T | Work[T]: ...
+@rank_names("src")
+def broadcast_from(
+    data: Any, src: int, group: Group = None, *, timeout_s: Seconds = None, async_op: bool = False
 ) -> Any:
-    """Replace `data` by that of rank `src`; return it."""
+    """Replace `data` by that of rank `src`, of the same shape and dtype; return it.
+
+    It raises as `ProcessGroup.broadcast`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return current_group(group).broadcast(data, src, timeout_s=timeout_s, async_op=async_op)
 
 
+@overload
+def all_gather(
+    data: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: Sync = False,
+) -> T: ...
+@overload
+def all_gather(
+    data: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: Async,
+) -> Work[T]: ...
+@overload
+def all_gather(
+    data: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: bool,
+) -> T | Work[T]: ...
 def all_gather(
     data: Any,
-    group: ProcessGroup | JobWorld | None = None,
+    group: Group = None,
     *,
     out: Any = None,
-    counts: Sequence[int] | None = None,
-    timeout_s: float | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather all ranks' data along the first dimension; see `ProcessGroup.all_gather`."""
+    """Gather all ranks' data, [rows, ...] each, along the first dimension: [all rows, ...].
+
+    It raises as `ProcessGroup.all_gather`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     chosen = current_group(group)
     return chosen.all_gather(data, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
 
-def _reduce_scatter(op: ReduceOp, suffix: str) -> Callable[..., Any]:
-    def reduce_scatter(
-        data: Any,
-        group: ProcessGroup | JobWorld | None = None,
-        *,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        chosen = current_group(group)
-        return chosen.reduce_scatter(data, op, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
+@overload
+def _reduce_scatter(
+    data: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: Sync = False,
+) -> T: ...
+@overload
+def _reduce_scatter(
+    data: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: Async,
+) -> Work[T]: ...
+@overload
+def _reduce_scatter(
+    data: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: bool,
+) -> T | Work[T]: ...
+def _reduce_scatter(
+    data: Any,
+    group: Group = None,
+    *,
+    op: ReduceOp = ReduceOp.SUM,
+    out: Any = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: bool = False,
+) -> Any:
+    chosen = current_group(group)
+    return chosen.reduce_scatter(data, op, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
-    reduce_scatter.__name__ = reduce_scatter.__qualname__ = f"reduce_scatter_{suffix}"
-    reduce_scatter.__doc__ = (
-        f"This rank's rows of the {op.value} of all ranks' data; see `ProcessGroup.reduce_scatter`."
-    )
-    return reduce_scatter
+
+_REDUCE_SCATTER = """Return this rank's rows of the {op} of all ranks' data, [rows, ...] of one shape and dtype.
+
+It raises as `ProcessGroup.reduce_scatter`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
+reduce_scatter_sum = _with_op(_reduce_scatter, ReduceOp.SUM, "reduce_scatter_sum", _REDUCE_SCATTER)
+"""Return this rank's rows of the sum of all ranks' data, [rows, ...] of one shape and dtype.
+
+It raises as `ProcessGroup.reduce_scatter`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
+reduce_scatter_mean = _with_op(_reduce_scatter, ReduceOp.AVERAGE, "reduce_scatter_mean", _REDUCE_SCATTER)
+"""Return this rank's rows of the average of all ranks' data, [rows, ...] of one shape and dtype.
+
+It raises as `ProcessGroup.reduce_scatter`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+"""
 
 
-reduce_scatter_sum = _reduce_scatter(ReduceOp.SUM, "sum")
-reduce_scatter_mean = _reduce_scatter(ReduceOp.AVERAGE, "mean")
-
-
+@overload
+def gather_tensor(
+    data: T,
+    dst: int = 0,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: Sync = False,
+) -> T | None: ...
+@overload
+def gather_tensor(
+    data: T,
+    dst: int = 0,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: Async,
+) -> Work[T | None]: ...
+@overload
+def gather_tensor(
+    data: T,
+    dst: int = 0,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: bool,
+) -> T | Work[T | None] | None: ...
+@rank_names("dst")
 def gather_tensor(
     data: Any,
     dst: int = 0,
-    group: ProcessGroup | JobWorld | None = None,
+    group: Group = None,
     *,
     out: Any = None,
-    counts: Sequence[int] | None = None,
-    timeout_s: float | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather all ranks' data on rank `dst`, along the first dimension; None elsewhere. See `ProcessGroup.gather`."""
+    """Gather all ranks' data, [rows, ...] each, on rank `dst` along the first dimension; return None elsewhere.
+
+    It raises as `ProcessGroup.gather`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     chosen = current_group(group)
     return chosen.gather(data, dst, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
 
+@overload
+def scatter_tensor(
+    data: T | None,
+    src: int = 0,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: Sync = False,
+) -> T: ...
+@overload
+def scatter_tensor(
+    data: T | None,
+    src: int = 0,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: Async,
+) -> Work[T]: ...
+@overload
+def scatter_tensor(
+    data: T | None,
+    src: int = 0,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: bool,
+) -> T | Work[T]: ...
+@rank_names("src")
 def scatter_tensor(
     data: Any,
     src: int = 0,
-    group: ProcessGroup | JobWorld | None = None,
+    group: Group = None,
     *,
     out: Any = None,
-    counts: Sequence[int] | None = None,
-    timeout_s: float | None = None,
+    counts: Counts = None,
+    timeout_s: Seconds = None,
     async_op: bool = False,
 ) -> Any:
-    """Return this rank's rows of rank `src`'s data; see `ProcessGroup.scatter`."""
+    """Return this rank's rows of rank `src`'s data: [rows, ...] of [all rows, ...].
+
+    It raises as `ProcessGroup.scatter`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     chosen = current_group(group)
     return chosen.scatter(data, src, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
 
+@overload
+def all_to_all(
+    data: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    output_counts: Counts = None,
+    input_counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: Sync = False,
+) -> T: ...
+@overload
+def all_to_all(
+    data: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    output_counts: Counts = None,
+    input_counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: Async,
+) -> Work[T]: ...
+@overload
+def all_to_all(
+    data: T,
+    group: Group = None,
+    *,
+    out: T | None = None,
+    output_counts: Counts = None,
+    input_counts: Counts = None,
+    timeout_s: Seconds = None,
+    async_op: bool,
+) -> T | Work[T]: ...
 def all_to_all(
     data: Any,
-    group: ProcessGroup | JobWorld | None = None,
+    group: Group = None,
     *,
     out: Any = None,
-    output_counts: Sequence[int] | None = None,
-    input_counts: Sequence[int] | None = None,
-    timeout_s: float | None = None,
+    output_counts: Counts = None,
+    input_counts: Counts = None,
+    timeout_s: Seconds = None,
     async_op: bool = False,
 ) -> Any:
-    """Exchange partitions: number i of the result is rank i's for this rank; see `ProcessGroup.all_to_all`."""
+    """Exchange partitions of [rows, ...]: number i of the result is rank i's for this rank.
+
+    It raises as `ProcessGroup.all_to_all`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return current_group(group).all_to_all(
         data,
         out=out,
@@ -225,35 +485,119 @@ def all_to_all(
     )
 
 
-def barrier(
-    group: ProcessGroup | JobWorld | None = None, *, timeout_s: float | None = None, async_op: bool = False
-) -> Any:
-    """Return when every rank has called it."""
+@overload
+def barrier(group: Group = None, *, timeout_s: Seconds = None, async_op: Sync = False) -> None: ...
+@overload
+def barrier(group: Group = None, *, timeout_s: Seconds = None, async_op: Async) -> Work[None]: ...
+@overload
+def barrier(group: Group = None, *, timeout_s: Seconds = None, async_op: bool) -> Work[None] | None: ...
+def barrier(group: Group = None, *, timeout_s: Seconds = None, async_op: bool = False) -> Any:
+    """Return when every rank has called it, within `timeout_s` seconds.
+
+    It raises as `ProcessGroup.barrier`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return current_group(group).barrier(timeout_s, async_op=async_op)
 
 
+@overload
 def send(
-    data: Any,
-    dst: int,
-    group: ProcessGroup | JobWorld | None = None,
-    *,
-    tag: int = 0,
-    timeout_s: float | None = None,
-    async_op: bool = False,
+    data: AnyArray, dst: int, group: Group = None, *, tag: int = 0, timeout_s: Seconds = None, async_op: Sync = False
+) -> None: ...
+@overload
+def send(
+    data: AnyArray, dst: int, group: Group = None, *, tag: int = 0, timeout_s: Seconds = None, async_op: Async
+) -> Work[None]: ...
+@overload
+def send(
+    data: AnyArray, dst: int, group: Group = None, *, tag: int = 0, timeout_s: Seconds = None, async_op: bool
+) -> Work[None] | None: ...
+@rank_names("dst")
+def send(
+    data: Any, dst: int, group: Group = None, *, tag: int = 0, timeout_s: Seconds = None, async_op: bool = False
 ) -> Any:
-    """Send an array to rank `dst`; see `ProcessGroup.send`."""
+    """Send an array of any shape to rank `dst`, which expects as many elements of its dtype.
+
+    It raises as `ProcessGroup.send`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return current_group(group).send(data, dst, tag=tag, timeout_s=timeout_s, async_op=async_op)
 
 
+@overload
+def recv(
+    out: AnyArray,
+    src: int = ANY_SOURCE,
+    group: Group = None,
+    *,
+    tag: int = 0,
+    timeout_s: Seconds = None,
+    async_op: Sync = False,
+) -> int: ...
+@overload
+def recv(
+    out: AnyArray,
+    src: int = ANY_SOURCE,
+    group: Group = None,
+    *,
+    tag: int = 0,
+    timeout_s: Seconds = None,
+    async_op: Async,
+) -> Work[int]: ...
+@overload
+def recv(
+    out: AnyArray,
+    src: int = ANY_SOURCE,
+    group: Group = None,
+    *,
+    tag: int = 0,
+    timeout_s: Seconds = None,
+    async_op: bool,
+) -> int | Work[int]: ...
+@overload
+def recv(
+    out: None = None,
+    src: int = ANY_SOURCE,
+    group: Group = None,
+    *,
+    tag: int = 0,
+    shape: Shape,
+    dtype: DTypeLike = np.float32,
+    timeout_s: Seconds = None,
+    async_op: Sync = False,
+) -> Array: ...
+@overload
+def recv(
+    out: None = None,
+    src: int = ANY_SOURCE,
+    group: Group = None,
+    *,
+    tag: int = 0,
+    shape: Shape,
+    dtype: DTypeLike = np.float32,
+    timeout_s: Seconds = None,
+    async_op: Async,
+) -> Work[Array]: ...
+@overload
+def recv(
+    out: None = None,
+    src: int = ANY_SOURCE,
+    group: Group = None,
+    *,
+    tag: int = 0,
+    shape: Shape,
+    dtype: DTypeLike = np.float32,
+    timeout_s: Seconds = None,
+    async_op: bool,
+) -> Array | Work[Array]: ...
+@rank_names("src")
 def recv(
     out: Any = None,
     src: int = ANY_SOURCE,
-    group: ProcessGroup | JobWorld | None = None,
+    group: Group = None,
     *,
     tag: int = 0,
-    shape: int | Sequence[int] | None = None,
-    dtype: Any = np.float32,
-    timeout_s: float | None = None,
+    shape: Shape | None = None,
+    dtype: DTypeLike = np.float32,
+    timeout_s: Seconds = None,
     async_op: bool = False,
 ) -> Any:
     """Fill `out` with the next message of rank `src` (-1: of any); return its sender. See `ProcessGroup.recv`.
@@ -268,39 +612,53 @@ def recv(
             f"recv() was given out={reprlib.repr(out)} and src={reprlib.repr(src)}; sizes do not travel ahead of a "
             "message, so give the array to fill, recv(out, src, group), or its size, recv(src=0, group=group, shape=4)"
         )
-    more = {"shape": shape, "dtype": dtype, "timeout_s": timeout_s, "async_op": async_op}
+    more: dict[str, Any] = {"shape": shape, "dtype": dtype, "timeout_s": timeout_s, "async_op": async_op}
     return current_group(group).recv(out, src, tag=tag, **more)
 
 
-def sync_gradient(
-    gradient: Any,
-    group: ProcessGroup | JobWorld | None = None,
-    *,
-    timeout_s: float | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Average one gradient over the ranks, in place; return it."""
+@overload
+def sync_gradient(gradient: T, group: Group = None, *, timeout_s: Seconds = None, async_op: Sync = False) -> T: ...
+@overload
+def sync_gradient(gradient: T, group: Group = None, *, timeout_s: Seconds = None, async_op: Async) -> Work[T]: ...
+@overload
+def sync_gradient(gradient: T, group: Group = None, *, timeout_s: Seconds = None, async_op: bool) -> T | Work[T]: ...
+def sync_gradient(gradient: Any, group: Group = None, *, timeout_s: Seconds = None, async_op: bool = False) -> Any:
+    """Average one gradient over the ranks, of the same shape and dtype on all of them, in place; return it.
+
+    It raises as `ProcessGroup.all_reduce`: `Disagreement`, `InvalidRequest`, `MemberLost`, `Timeout`.
+    """
     return all_reduce_mean(gradient, group=group, timeout_s=timeout_s, async_op=async_op)
 
 
+@overload
 def sync_gradients(
-    gradients: Iterable[Any],
-    group: ProcessGroup | JobWorld | None = None,
-    *,
-    timeout_s: float | None = None,
-    async_op: bool = False,
+    gradients: Iterable[AnyArray | None], group: Group = None, *, timeout_s: Seconds = None, async_op: Sync = False
+) -> list[Any]: ...
+@overload
+def sync_gradients(
+    gradients: Iterable[AnyArray | None], group: Group = None, *, timeout_s: Seconds = None, async_op: Async
+) -> Work[list[Any]]: ...
+@overload
+def sync_gradients(
+    gradients: Iterable[AnyArray | None], group: Group = None, *, timeout_s: Seconds = None, async_op: bool
+) -> list[Any] | Work[list[Any]]: ...
+def sync_gradients(
+    gradients: Iterable[Any], group: Group = None, *, timeout_s: Seconds = None, async_op: bool = False
 ) -> Any:
     """Average many gradients over the ranks, in place; those in host memory go `BUCKET_BYTES` at a time.
 
     Args:
-        gradients: arrays, or torch parameters, of which the `.grad` is averaged; None, and a parameter without a
-            gradient, is skipped, so the same ones must be missing on every rank.
+        gradients: arrays of any shapes and float dtypes, or torch parameters, of which the `.grad` is averaged. None,
+            and a parameter without a gradient, is skipped, so the same ones must be missing on every rank.
         group: see this module.
         timeout_s: see this module.
         async_op: see this module.
 
     Returns:
         The list of the arrays that were averaged.
+
+    Raises:
+        Disagreement, InvalidRequest, MemberLost, Timeout: as `ProcessGroup.all_reduce_each`.
     """
     chosen = current_group(group)
     found = [g for g in map(_gradient, gradients) if g is not None]
@@ -319,9 +677,7 @@ def sync_gradients(
     return _after(work, finish) if async_op else finish()
 
 
-def empty_shared(
-    shape: int | Sequence[int], dtype: Any = np.float32, *, group: ProcessGroup | JobWorld | None = None
-) -> Any:
+def empty_shared(shape: Shape, dtype: Any = np.float32, *, group: Group = None) -> Any:
     """Make a numpy array in memory that the ranks of one host share.
 
     A large collective reads such arrays where they are, if every rank passes one. If the group has no shared memory the
@@ -333,10 +689,11 @@ def empty_shared(
         group: the group whose collectives use it.
 
     Raises:
+        InvalidRequest: numpy has no such dtype.
         Busy: there is not enough shared memory; the message has the bytes needed and available.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    wanted = np.dtype(dtype)
+    wanted = arrays.numpy_dtype(dtype)
     allocate = getattr(current_group(group).backend_of(), "empty_shared", None)
     if allocate is None:
         return np.empty(sizes, wanted)
@@ -379,9 +736,9 @@ def _unpack(bucket: Sequence[Flat], average: Flat) -> None:
         flat.finish()
 
 
-def _after(work: Work[Any], finish: Callable[[], T]) -> Work[T]:
+def _after(work: Work[Any], finish: Callable[[], Result]) -> Work[Result]:
     """Return a handle on `finish`, which runs when the work has ended."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
     def ended(_: object) -> None:
         try:

@@ -13,28 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from axon_ps.collectives.arguments import Seconds, rank_names
 from axon_ps.collectives.encoding import decode, encode
-from axon_ps.collectives.functional import current_group
+from axon_ps.collectives.functional import Group, current_group
 from axon_ps.collectives.process_group import ANY_SOURCE, ProcessGroup
 from axon_ps.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from axon_ps.collectives.current_world import JobWorld
 
 MAX_OBJECT_BYTES = 64 << 20
 """The most bytes of an encoded value, or list of values."""
 
+V = TypeVar("V")
 Bytes = npt.NDArray[np.uint8]
 
 
-def all_gather_object(
-    obj: Any, group: ProcessGroup | JobWorld | None = None, *, timeout_s: float | None = None
-) -> list[Any]:
+def all_gather_object(obj: V, group: Group = None, *, timeout_s: Seconds = None) -> list[V]:
     """Return every rank's value, by rank, on every rank."""
     chosen, what = current_group(group), "all_gather_object"
     with chosen.calls.preparing(what, False, timeout_s, False):
@@ -44,9 +41,8 @@ def all_gather_object(
     return _decoded(payloads, sizes, what)
 
 
-def gather_object(
-    obj: Any, dst: int = 0, group: ProcessGroup | JobWorld | None = None, *, timeout_s: float | None = None
-) -> list[Any] | None:
+@rank_names("dst")
+def gather_object(obj: V, dst: int = 0, group: Group = None, *, timeout_s: Seconds = None) -> list[V] | None:
     """Return every rank's value, by rank, on rank `dst`, and None elsewhere."""
     chosen, what = current_group(group), "gather_object"
     with chosen.calls.preparing(what, False, timeout_s, False):
@@ -57,13 +53,10 @@ def gather_object(
     return None if payloads is None else _decoded(payloads, sizes, what)
 
 
+@rank_names("src")
 def broadcast_object_list(
-    object_list: list[Any],
-    src: int = 0,
-    group: ProcessGroup | JobWorld | None = None,
-    *,
-    timeout_s: float | None = None,
-) -> list[Any]:
+    object_list: list[V], src: int = 0, group: Group = None, *, timeout_s: Seconds = None
+) -> list[V]:
     """Replace the items of `object_list` by those of rank `src`'s; return it.
 
     Args:
@@ -90,13 +83,10 @@ def broadcast_object_list(
     return object_list
 
 
+@rank_names("src")
 def scatter_object_list(
-    object_list: Sequence[Any] | None,
-    src: int = 0,
-    group: ProcessGroup | JobWorld | None = None,
-    *,
-    timeout_s: float | None = None,
-) -> Any:
+    object_list: Sequence[V] | None, src: int = 0, group: Group = None, *, timeout_s: Seconds = None
+) -> V:
     """Return this rank's item of rank `src`'s list, which has one for each rank; elsewhere the list may be None."""
     chosen, what = current_group(group), "scatter_object_list"
     with chosen.calls.preparing(what, False, timeout_s, False):
@@ -114,16 +104,17 @@ def scatter_object_list(
     counts = [_checked(int(size), what) for size in sizes]
     ours = np.empty(counts[chosen.rank], np.uint8)
     chosen.scatter(np.concatenate(payloads) if payloads else None, src, out=ours, counts=counts, timeout_s=timeout_s)
-    return decode(ours.tobytes(), what)
+    return cast("V", decode(ours.tobytes(), what))
 
 
+@rank_names("dst")
 def send_object_list(
     object_list: Sequence[Any],
     dst: int,
-    group: ProcessGroup | JobWorld | None = None,
+    group: Group = None,
     *,
     tag: int = 0,
-    timeout_s: float | None = None,
+    timeout_s: Seconds = None,
 ) -> None:
     """Send values to rank `dst`, which must `recv_object_list` as many with the same tag."""
     chosen = current_group(group)
@@ -132,13 +123,14 @@ def send_object_list(
     chosen.send(data, dst, tag=tag, timeout_s=timeout_s)
 
 
+@rank_names("src")
 def recv_object_list(
     object_list: list[Any],
     src: int = ANY_SOURCE,
-    group: ProcessGroup | JobWorld | None = None,
+    group: Group = None,
     *,
     tag: int = 0,
-    timeout_s: float | None = None,
+    timeout_s: Seconds = None,
 ) -> int:
     """Replace the items of `object_list` by those that rank `src` (-1: any) has sent; return the sender.
 
@@ -147,7 +139,7 @@ def recv_object_list(
     """
     chosen, what = current_group(group), "recv_object_list"
     head = np.empty(2, np.int64)
-    sender: int = chosen.recv(head, src, tag=tag, timeout_s=timeout_s)
+    sender = chosen.recv(head, src, tag=tag, timeout_s=timeout_s)
     size, length = _checked(int(head[0]), what), int(head[1])
     data = np.empty(size, np.uint8)
     chosen.recv(data, sender, tag=tag, timeout_s=timeout_s)
@@ -172,7 +164,7 @@ def _checked(size: int, what: str) -> int:
     return size
 
 
-def _sizes(group: ProcessGroup, size: int, timeout_s: float | None) -> list[int]:
+def _sizes(group: ProcessGroup, size: int, timeout_s: Seconds) -> list[int]:
     """Return every rank's number of bytes. Collective."""
     sizes = group.all_gather(np.array([size]), timeout_s=timeout_s)
     return [_checked(int(s), "another rank") for s in sizes]

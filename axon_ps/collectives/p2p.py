@@ -11,42 +11,38 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from axon_ps.collectives import arguments, arrays
-from axon_ps.collectives.functional import current_group
-from axon_ps.collectives.process_group import ANY_SOURCE, ProcessGroup
+from axon_ps.collectives.arguments import Seconds, rank_names
+from axon_ps.collectives.arrays import T
+from axon_ps.collectives.functional import Group, current_group
+from axon_ps.collectives.process_group import ANY_SOURCE
 from axon_ps.collectives.work import Work
 from axon_ps.errors import AxonError, InvalidRequest
 
 if TYPE_CHECKING:
-    from axon_ps.collectives.current_world import JobWorld
+    from axon_ps.collectives.arrays import AnyArray
 
 
-def isend(
-    tensor: Any,
-    dst: int,
-    group: ProcessGroup | JobWorld | None = None,
-    tag: int = 0,
-    *,
-    timeout_s: float | None = None,
-) -> Work[None]:
-    """Call `send` with `async_op=True`, by torch's name."""
-    work: Work[None] = current_group(group).send(tensor, dst, tag=tag, timeout_s=timeout_s, async_op=True)
-    return work
+@rank_names("dst")
+def isend(tensor: AnyArray, dst: int, group: Group = None, tag: int = 0, *, timeout_s: Seconds = None) -> Work[None]:
+    """Call `send` with `async_op=True`, by torch's name: an array of any shape, and of a dtype that `dst` expects.
+
+    It raises as `ProcessGroup.send`.
+    """
+    return current_group(group).send(tensor, dst, tag=tag, timeout_s=timeout_s, async_op=True)
 
 
+@rank_names("src")
 def irecv(
-    tensor: Any,
-    src: int = ANY_SOURCE,
-    group: ProcessGroup | JobWorld | None = None,
-    tag: int = 0,
-    *,
-    timeout_s: float | None = None,
+    tensor: AnyArray, src: int = ANY_SOURCE, group: Group = None, tag: int = 0, *, timeout_s: Seconds = None
 ) -> Work[int]:
-    """Call `recv` with `async_op=True`, by torch's name. The handle's `wait()` returns the sender."""
-    work: Work[int] = current_group(group).recv(tensor, src, tag=tag, timeout_s=timeout_s, async_op=True)
-    return work
+    """Call `recv` with `async_op=True`, by torch's name. The handle's `wait()` returns the sender.
+
+    The array has as many elements as the message, and its dtype. It raises as `ProcessGroup.recv`.
+    """
+    return current_group(group).recv(tensor, src, tag=tag, timeout_s=timeout_s, async_op=True)
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,9 @@ class P2POp:
     """
 
     op: Callable[..., Work[Any]]
-    tensor: Any
+    tensor: AnyArray
     peer: int
-    group: ProcessGroup | JobWorld | None = None
+    group: Group = None
     tag: int = 0
 
     def __post_init__(self) -> None:
@@ -75,7 +71,7 @@ class P2POp:
             raise InvalidRequest(f"the op of a P2POp is {self.op!r}; give axon_ps.isend or axon_ps.irecv")
 
 
-def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout_s: float | None = None) -> list[Work[Any]]:
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout_s: Seconds = None) -> list[Work[Any]]:
     """Start many sends and receives, in any order; return their handles, in the order given.
 
     Raises:
@@ -86,16 +82,18 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout_s: float | None =
     return [p.op(p.tensor, p.peer, p.group, p.tag, timeout_s=timeout_s) for p in p2p_op_list]
 
 
+@rank_names("src")
+@rank_names("dst")
 def sendrecv(
-    data: Any,
+    data: T,
     dst: int,
     src: int | None = None,
-    group: ProcessGroup | JobWorld | None = None,
+    group: Group = None,
     *,
-    out: Any = None,
+    out: T | None = None,
     tag: int = 0,
-    timeout_s: float | None = None,
-) -> Any:
+    timeout_s: Seconds = None,
+) -> T:
     """Send an array to one rank while another is received: to the right and from the left, say.
 
     Args:
@@ -119,17 +117,17 @@ def sendrecv(
     chosen = current_group(group)
     source = dst if src is None else src
     given = arrays.flatten(data, writable=False)
-    out = arrays.empty_like(data, given.shape) if out is None else out
+    received: Any = arrays.empty_like(data, given.shape) if out is None else out
     if (chosen.rank == dst) != (chosen.rank == source):
         raise InvalidRequest(
             f"rank {chosen.rank} was to send to {dst} and receive from {source}: from itself, only if both"
         )
     if chosen.rank == dst:
-        out, target, _ = arguments.result_like(given, out)
+        _, target, _ = arguments.result_like(given, received)
         target.array[...] = given.array
         target.finish()
-        return out
-    receiving = irecv(out, source, chosen, tag, timeout_s=timeout_s)
+        return cast("T", received)
+    receiving = irecv(received, source, chosen, tag, timeout_s=timeout_s)
     sending = isend(given, dst, chosen, tag, timeout_s=timeout_s)
     try:
         receiving.wait()
@@ -138,4 +136,4 @@ def sendrecv(
             sending.wait()
         raise
     sending.wait()
-    return out
+    return cast("T", received)

@@ -14,14 +14,20 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from axon_ps.collectives import arguments, arrays
+from axon_ps.collectives.arguments import Async, Counts, Op, Seconds, Shape, Sync, rank_names
+from axon_ps.collectives.arrays import ListT, T
 from axon_ps.collectives.backends.base import Backend, disagreement
 from axon_ps.collectives.backends.mock import MockBackend
 from axon_ps.collectives.current_world import current
 from axon_ps.collectives.group_calls import GroupCalls
+from axon_ps.collectives.work import Work
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
-from axon_ps.types import Member, ReduceOp
+from axon_ps.types import Array, Member, ReduceOp
 
 if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from axon_ps.collectives.arrays import AnyArray
     from axon_ps.collectives.current_world import JobWorld
 
 ANY_SOURCE = -1
@@ -84,6 +90,10 @@ class ProcessGroup:
     @staticmethod
     def new(of: Backend | Sequence[int], *, timeout_s: float = BACKEND_TIMEOUT_S) -> ProcessGroup:
         """Return `ProcessGroup(backend)`, or for world ranks `World.current().new_group(ranks)`.
+
+        Args:
+            of: the backend, or the ranks.
+            timeout_s: default time-out of every operation, in seconds; for groups made of a backend.
 
         Raises:
             Misuse: ranks were given, and there is no current world.
@@ -206,75 +216,128 @@ class ProcessGroup:
 
     # ------------------------------------------------------------------ collectives
 
+    @overload
     def all_reduce(
-        self,
-        data: Any,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        out: Any = None,
-        timeout_s: float | None = None,
-        async_op: bool = False,
+        self, data: T, op: Op = ReduceOp.SUM, *, out: T | None = None, timeout_s: Seconds = None, async_op: Sync = False
+    ) -> T: ...
+    @overload
+    def all_reduce(
+        self, data: T, op: Op = ReduceOp.SUM, *, out: T | None = None, timeout_s: Seconds = None, async_op: Async
+    ) -> Work[T]: ...
+    @overload
+    def all_reduce(
+        self, data: T, op: Op = ReduceOp.SUM, *, out: T | None = None, timeout_s: Seconds = None, async_op: bool
+    ) -> T | Work[T]: ...
+    def all_reduce(
+        self, data: Any, op: Op = ReduceOp.SUM, *, out: Any = None, timeout_s: Seconds = None, async_op: bool = False
     ) -> Any:
         """Replace `data` (or `out`, if given; then `data` is only read) by the reduction of all ranks' data.
 
+        `data` has the same shape and dtype on every rank.
+
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.all_reduce, data, op, out)
         return self.calls.make("all_reduce", prepare, data, timeout_s, async_op)
 
+    @overload
     def all_reduce_each(
-        self,
-        data: Sequence[Any],
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: bool = False,
+        self, data: ListT, op: Op = ReduceOp.SUM, *, timeout_s: Seconds = None, async_op: Sync = False
+    ) -> ListT: ...
+    @overload
+    def all_reduce_each(
+        self, data: ListT, op: Op = ReduceOp.SUM, *, timeout_s: Seconds = None, async_op: Async
+    ) -> Work[ListT]: ...
+    @overload
+    def all_reduce_each(
+        self, data: ListT, op: Op = ReduceOp.SUM, *, timeout_s: Seconds = None, async_op: bool
+    ) -> ListT | Work[ListT]: ...
+    def all_reduce_each(
+        self, data: Any, op: Op = ReduceOp.SUM, *, timeout_s: Seconds = None, async_op: bool = False
     ) -> Any:
         """Replace each array by the reduction of all ranks' arrays, one after the other, until an error.
 
+        Each array has the same shape and dtype on every rank.
+
         Returns:
             `data`; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         device = any(map(arrays.on_device, data))
         with self.calls.preparing("all_reduce_each", device, timeout_s, async_op) as limit_s:
             calls = [arguments.all_reduce(array, op) for array in data]
         return self.calls.make_each("all_reduce_each", calls, data, limit_s, async_op)
 
+    @overload
     def reduce(
-        self,
-        data: Any,
-        root: int = 0,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: bool = False,
+        self, data: T, dst: int = 0, op: Op = ReduceOp.SUM, *, timeout_s: Seconds = None, async_op: Sync = False
+    ) -> T: ...
+    @overload
+    def reduce(
+        self, data: T, dst: int = 0, op: Op = ReduceOp.SUM, *, timeout_s: Seconds = None, async_op: Async
+    ) -> Work[T]: ...
+    @overload
+    def reduce(
+        self, data: T, dst: int = 0, op: Op = ReduceOp.SUM, *, timeout_s: Seconds = None, async_op: bool
+    ) -> T | Work[T]: ...
+    @rank_names("dst", old="root")
+    def reduce(
+        self, data: Any, dst: int = 0, op: Op = ReduceOp.SUM, *, timeout_s: Seconds = None, async_op: bool = False
     ) -> Any:
-        """Replace `data` on the root by the reduction of all ranks' data; elsewhere it is only read.
+        """Replace `data` on rank `dst` by the reduction of all ranks' data; elsewhere it is only read.
+
+        `data` has the same shape and dtype on every rank.
 
         Returns:
             `data`; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
-        prepare = partial(arguments.reduce, self._who, data, root, op)
+        prepare = partial(arguments.reduce, self._who, data, dst, op)
         return self.calls.make("reduce", prepare, data, timeout_s, async_op)
 
-    def broadcast(self, data: Any, root: int = 0, *, timeout_s: float | None = None, async_op: bool = False) -> Any:
-        """Replace `data` by the root's data.
+    @overload
+    def broadcast(self, data: T, src: int = 0, *, timeout_s: Seconds = None, async_op: Sync = False) -> T: ...
+    @overload
+    def broadcast(self, data: T, src: int = 0, *, timeout_s: Seconds = None, async_op: Async) -> Work[T]: ...
+    @overload
+    def broadcast(self, data: T, src: int = 0, *, timeout_s: Seconds = None, async_op: bool) -> T | Work[T]: ...
+    @rank_names("src", old="root")
+    def broadcast(self, data: Any, src: int = 0, *, timeout_s: Seconds = None, async_op: bool = False) -> Any:
+        """Replace `data` by that of rank `src`.
+
+        `data` has the same shape and dtype on every rank.
 
         Returns:
             `data`; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
-        prepare = partial(arguments.broadcast, self._who, data, root)
+        prepare = partial(arguments.broadcast, self._who, data, src)
         return self.calls.make("broadcast", prepare, data, timeout_s, async_op)
 
+    @overload
     def all_gather(
-        self,
-        data: Any,
-        *,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
-        async_op: bool = False,
+        self, data: T, *, out: T | None = None, counts: Counts = None, timeout_s: Seconds = None, async_op: Sync = False
+    ) -> T: ...
+    @overload
+    def all_gather(
+        self, data: T, *, out: T | None = None, counts: Counts = None, timeout_s: Seconds = None, async_op: Async
+    ) -> Work[T]: ...
+    @overload
+    def all_gather(
+        self, data: T, *, out: T | None = None, counts: Counts = None, timeout_s: Seconds = None, async_op: bool
+    ) -> T | Work[T]: ...
+    def all_gather(
+        self, data: Any, *, out: Any = None, counts: Counts = None, timeout_s: Seconds = None, async_op: bool = False
     ) -> Any:
         """Gather all ranks' data, one after the other along the first dimension (a scalar counts as one row).
 
@@ -287,18 +350,54 @@ class ProcessGroup:
 
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.all_gather, self._who, data, out, counts)
         return self.calls.make("all_gather", prepare, data, timeout_s, async_op)
 
+    @overload
+    def reduce_scatter(
+        self,
+        data: T,
+        op: Op = ReduceOp.SUM,
+        *,
+        out: T | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: Sync = False,
+    ) -> T: ...
+    @overload
+    def reduce_scatter(
+        self,
+        data: T,
+        op: Op = ReduceOp.SUM,
+        *,
+        out: T | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: Async,
+    ) -> Work[T]: ...
+    @overload
+    def reduce_scatter(
+        self,
+        data: T,
+        op: Op = ReduceOp.SUM,
+        *,
+        out: T | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: bool,
+    ) -> T | Work[T]: ...
     def reduce_scatter(
         self,
         data: Any,
-        op: ReduceOp = ReduceOp.SUM,
+        op: Op = ReduceOp.SUM,
         *,
         out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
         async_op: bool = False,
     ) -> Any:
         """Return this rank's rows of the reduction of all ranks' data.
@@ -314,49 +413,123 @@ class ProcessGroup:
 
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.reduce_scatter, self._who, data, op, out, counts)
         return self.calls.make("reduce_scatter", prepare, data, timeout_s, async_op)
 
+    @overload
+    def gather(
+        self,
+        data: T,
+        dst: int = 0,
+        *,
+        out: T | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: Sync = False,
+    ) -> T | None: ...
+    @overload
+    def gather(
+        self,
+        data: T,
+        dst: int = 0,
+        *,
+        out: T | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: Async,
+    ) -> Work[T | None]: ...
+    @overload
+    def gather(
+        self,
+        data: T,
+        dst: int = 0,
+        *,
+        out: T | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: bool,
+    ) -> T | Work[T | None] | None: ...
+    @rank_names("dst", old="root")
     def gather(
         self,
         data: Any,
-        root: int = 0,
+        dst: int = 0,
         *,
         out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
         async_op: bool = False,
     ) -> Any:
-        """Gather all ranks' data on the root, one after the other along the first dimension; return None elsewhere.
+        """Gather all ranks' data on rank `dst`, one after the other along the first dimension; return None elsewhere.
 
         Args:
             data: this rank's rows: [rows, ...].
-            root: the rank that gets them.
-            out: on the root, the array for the result: [all rows, ...]; None = a new array.
+            dst: the rank that gets them.
+            out: on that rank, the array for the result: [all rows, ...]; None = a new array.
             counts: rows by rank; None = every rank has as many as this one.
             timeout_s: seconds that it may take.
             async_op: return a `Work`.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
-        prepare = partial(arguments.gather, self._who, data, root, out, counts)
+        prepare = partial(arguments.gather, self._who, data, dst, out, counts)
         return self.calls.make("gather", prepare, data, timeout_s, async_op)
 
+    @overload
+    def scatter(
+        self,
+        data: T | None,
+        src: int = 0,
+        *,
+        out: T | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: Sync = False,
+    ) -> T: ...
+    @overload
+    def scatter(
+        self,
+        data: T | None,
+        src: int = 0,
+        *,
+        out: T | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: Async,
+    ) -> Work[T]: ...
+    @overload
+    def scatter(
+        self,
+        data: T | None,
+        src: int = 0,
+        *,
+        out: T | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: bool,
+    ) -> T | Work[T]: ...
+    @rank_names("src", old="root")
     def scatter(
         self,
         data: Any,
-        root: int = 0,
+        src: int = 0,
         *,
         out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        counts: Counts = None,
+        timeout_s: Seconds = None,
         async_op: bool = False,
     ) -> Any:
-        """Return this rank's rows of the root's data.
+        """Return this rank's rows of rank `src`'s data.
 
         Args:
-            data: on the root: [all rows, ...]. Elsewhere its values are not used: an array like the root's gives
+            data: on rank `src`: [all rows, ...]. Elsewhere its values are not used: an array like that one gives
                 shape and dtype of the result, and with `out` it may be None.
-            root: the rank that has the data.
+            src: the rank that has the data.
             out: the array for the result: [this rank's rows, ...]; None = a new array.
             counts: rows by rank; None = every rank gets as many as fit in this rank's `out` (without `out`: an equal
                 partition of `data`).
@@ -365,18 +538,54 @@ class ProcessGroup:
 
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
-        prepare = partial(arguments.scatter, self._who, data, root, out, counts)
+        prepare = partial(arguments.scatter, self._who, data, src, out, counts)
         return self.calls.make("scatter", prepare, data, timeout_s, async_op)
 
+    @overload
+    def all_to_all(
+        self,
+        data: T,
+        *,
+        out: T | None = None,
+        output_counts: Counts = None,
+        input_counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: Sync = False,
+    ) -> T: ...
+    @overload
+    def all_to_all(
+        self,
+        data: T,
+        *,
+        out: T | None = None,
+        output_counts: Counts = None,
+        input_counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: Async,
+    ) -> Work[T]: ...
+    @overload
+    def all_to_all(
+        self,
+        data: T,
+        *,
+        out: T | None = None,
+        output_counts: Counts = None,
+        input_counts: Counts = None,
+        timeout_s: Seconds = None,
+        async_op: bool,
+    ) -> T | Work[T]: ...
     def all_to_all(
         self,
         data: Any,
         *,
         out: Any = None,
-        output_counts: Sequence[int] | None = None,
-        input_counts: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        output_counts: Counts = None,
+        input_counts: Counts = None,
+        timeout_s: Seconds = None,
         async_op: bool = False,
     ) -> Any:
         """Exchange partitions: partition i of the result is the partition of rank i's data that is for this rank.
@@ -391,46 +600,121 @@ class ProcessGroup:
 
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
         """
         prepare = partial(arguments.all_to_all, self._who, data, out, output_counts, input_counts)
         return self.calls.make("all_to_all", prepare, data, timeout_s, async_op)
 
-    def barrier(self, timeout_s: float | None = None, *, async_op: bool = False) -> Any:
-        """Return when every member has called it."""
+    @overload
+    def barrier(self, timeout_s: Seconds = None, *, async_op: Sync = False) -> None: ...
+    @overload
+    def barrier(self, timeout_s: Seconds = None, *, async_op: Async) -> Work[None]: ...
+    @overload
+    def barrier(self, timeout_s: Seconds = None, *, async_op: bool) -> Work[None] | None: ...
+    def barrier(self, timeout_s: Seconds = None, *, async_op: bool = False) -> Any:
+        """Return when every member has called it, within `timeout_s` seconds.
+
+        Raises:
+            Disagreement, InvalidRequest, MemberLost, Timeout: see the class.
+        """
         return self.calls.make("barrier", arguments.barrier, None, timeout_s, async_op)
 
     # ------------------------------------------------------------------ point to point
 
-    def send(self, data: Any, to: int, *, tag: int = 0, timeout_s: float | None = None, async_op: bool = False) -> Any:
+    @overload
+    def send(
+        self, data: AnyArray, dst: int, *, tag: int = 0, timeout_s: Seconds = None, async_op: Sync = False
+    ) -> None: ...
+    @overload
+    def send(
+        self, data: AnyArray, dst: int, *, tag: int = 0, timeout_s: Seconds = None, async_op: Async
+    ) -> Work[None]: ...
+    @overload
+    def send(
+        self, data: AnyArray, dst: int, *, tag: int = 0, timeout_s: Seconds = None, async_op: bool
+    ) -> Work[None] | None: ...
+    @rank_names("dst", old="to")
+    def send(self, data: Any, dst: int, *, tag: int = 0, timeout_s: Seconds = None, async_op: bool = False) -> Any:
         """Send an array to a rank, which must `recv` it. Messages with one tag arrive in the order they were sent.
 
         Returns:
             None when `data` may be changed again; with `async_op` a `Work`.
 
         Raises:
-            InvalidRequest: `to` is this rank, or is not a rank of the group.
+            InvalidRequest: `dst` is this rank, or is not a rank of the group.
             Disagreement: the receiver expected another size or dtype.
         """
-        if self._who.checked_rank(to, "to") == self.rank:
-            raise InvalidRequest(f"rank {to} cannot send to itself")
-        return self.calls.send(arrays.flatten(data, writable=False), to, tag, timeout_s, async_op)
+        if self._who.checked_rank(dst, "dst") == self.rank:
+            raise InvalidRequest(f"rank {dst} cannot send to itself")
+        return self.calls.send(arrays.flatten(data, writable=False), dst, tag, timeout_s, async_op)
 
+    @overload
+    def recv(
+        self, out: AnyArray, src: int = ANY_SOURCE, *, tag: int = 0, timeout_s: Seconds = None, async_op: Sync = False
+    ) -> int: ...
+    @overload
+    def recv(
+        self, out: AnyArray, src: int = ANY_SOURCE, *, tag: int = 0, timeout_s: Seconds = None, async_op: Async
+    ) -> Work[int]: ...
+    @overload
+    def recv(
+        self, out: AnyArray, src: int = ANY_SOURCE, *, tag: int = 0, timeout_s: Seconds = None, async_op: bool
+    ) -> int | Work[int]: ...
+    @overload
+    def recv(
+        self,
+        out: None = None,
+        src: int = ANY_SOURCE,
+        *,
+        tag: int = 0,
+        shape: Shape,
+        dtype: DTypeLike = np.float32,
+        timeout_s: Seconds = None,
+        async_op: Sync = False,
+    ) -> Array: ...
+    @overload
+    def recv(
+        self,
+        out: None = None,
+        src: int = ANY_SOURCE,
+        *,
+        tag: int = 0,
+        shape: Shape,
+        dtype: DTypeLike = np.float32,
+        timeout_s: Seconds = None,
+        async_op: Async,
+    ) -> Work[Array]: ...
+    @overload
+    def recv(
+        self,
+        out: None = None,
+        src: int = ANY_SOURCE,
+        *,
+        tag: int = 0,
+        shape: Shape,
+        dtype: DTypeLike = np.float32,
+        timeout_s: Seconds = None,
+        async_op: bool,
+    ) -> Array | Work[Array]: ...
+    @rank_names("src", old="source")
     def recv(
         self,
         out: Any = None,
-        source: int = ANY_SOURCE,
+        src: int = ANY_SOURCE,
         *,
         tag: int = 0,
-        shape: int | Sequence[int] | None = None,
-        dtype: Any = np.float32,
-        timeout_s: float | None = None,
+        shape: Shape | None = None,
+        dtype: DTypeLike = np.float32,
+        timeout_s: Seconds = None,
         async_op: bool = False,
     ) -> Any:
         """Fill `out` with the next message of a rank (-1: of any rank) with this tag.
 
         Args:
             out: the array to fill; None = a new numpy array.
-            source: the sender.
+            src: the sender.
             tag: the tag with which it was sent.
             shape: shape of the message, if `out` is not given.
             dtype: numpy dtype of the message, if `out` is not given.
@@ -441,7 +725,7 @@ class ProcessGroup:
             The rank that sent it, or without `out` the new array; with `async_op` a `Work` that gives it.
 
         Raises:
-            InvalidRequest: both `out` and `shape` were given, or neither; or `source` is this rank, or not a member.
+            InvalidRequest: both `out` and `shape` were given, or neither; or `src` is this rank, or not a member.
             Disagreement: the message has another size or dtype; it is dropped.
         """
         if (out is None) == (shape is None):
@@ -449,11 +733,11 @@ class ProcessGroup:
             raise InvalidRequest(
                 f"recv needs out=, or shape= (and dtype=) of the array that is to be made; {given} given"
             )
-        made = None if shape is None else np.empty(shape, dtype)
-        if source != ANY_SOURCE and self._who.checked_rank(source, "source") == self.rank:
-            raise InvalidRequest(f"rank {source} cannot receive from itself")
+        made = None if shape is None else np.empty(shape, arrays.numpy_dtype(dtype))
+        if src != ANY_SOURCE and self._who.checked_rank(src, "src") == self.rank:
+            raise InvalidRequest(f"rank {src} cannot receive from itself")
         flat = arrays.flatten(out if made is None else made, what="out")
-        return self.calls.receive(flat, source, tag, timeout_s, async_op, made)
+        return self.calls.receive(flat, src, tag, timeout_s, async_op, made)
 
     # ------------------------------------------------------------------ sub-groups
 

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.from_torch import MovedOptimizer, broadcast_buffers, load_servers, moved, save_servers
-from axon_ps.parallel.fsdp.arguments import strategy_of
+from axon_ps.parallel.fsdp.arguments import strategy_of, understood
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.precision import MixedPrecision
@@ -51,17 +51,19 @@ class ServerPlugin:
         intra_node_size: HYBRID_SHARD: number of workers of a node; None = as many as this node has.
 
     Raises:
-        InvalidRequest: the strategy is NO_SHARD.
+        InvalidRequest: the strategy is NO_SHARD, or a value is not one of its argument.
     """
 
     sharding_strategy: ShardingStrategy | str | None = None
     unit_types: Collection[type[nn.Module]] | type[nn.Module] = ()
     auto_wrap_policy: Callable[..., bool] | None = None
     cpu_offload: CPUOffload | bool | str = CPUOffload.NONE
-    mixed_precision: MixedPrecision | torch.dtype | bool | None = None
+    mixed_precision: MixedPrecision | torch.dtype | str | bool | None = None
     intra_node_size: int | None = None
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            understood(each.name, getattr(self, each.name))
         if strategy_of(self.sharding_strategy) is ShardingStrategy.NO_SHARD:
             raise InvalidRequest(
                 "ServerPlugin(sharding_strategy=NO_SHARD) would put nothing on the servers; use accelerate's own "
@@ -91,7 +93,8 @@ class Accelerator(accelerate.Accelerator):
     `prepare()` takes models and torch's optimizers and schedulers as they are. Use the objects that it returns.
     `save_state()` lets the servers write a checkpoint, with the optimizer's state, into the directory `axon_ps` of
     accelerate's checkpoint. `load_state()` restores it. `get_state_dict()` gives the state on the first process.
-    `unwrap_model()` gives the user's module, and `save_pretrained()` of that works.
+    `unwrap_model()` gives the user's module, and `save_pretrained()` of that works. `state` has the backend "axon", and
+    as `distributed_type` accelerate's MULTI_CPU or MULTI_GPU, by which its code goes.
 
     A process may start and find its model on the servers at a later version: all processes were started again, since
     one had died. Training goes on there: `model.version` is the number of steps made, `prepare()` brings schedulers
@@ -119,6 +122,8 @@ class Accelerator(accelerate.Accelerator):
         join_group()
         kwargs.setdefault("cpu", not torch.cuda.is_available())
         super().__init__(*args, **kwargs)
+        for state in (accelerate.PartialState(), self.state):  # accelerate names the backend it would have chosen
+            state.backend = dist.get_backend()
         if self.mixed_precision == "fp16":
             raise InvalidRequest(
                 "mixed_precision='fp16' scales losses and looks at gradients, which are on the shard servers by then; "

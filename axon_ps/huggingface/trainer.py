@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 from transformers import trainer as _trainer
 
-from axon_ps.errors import Misuse
+from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.huggingface.accelerator import SERVERS_DIRECTORY, Accelerator, ServerPlugin, join_group
 from axon_ps.parallel.from_torch import MovedOptimizer, load_servers, save_servers
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
@@ -144,7 +144,12 @@ def on_servers(trainer: type[Any], plugin: ServerPlugin | None = None) -> type[A
     Args:
         trainer: `transformers.Trainer` or a subclass.
         plugin: the options of wrapped models.
+
+    Raises:
+        InvalidRequest: `trainer` is something else.
     """
+    if not (isinstance(trainer, type) and issubclass(trainer, transformers.Trainer)):
+        raise InvalidRequest(f"trainer is {trainer!r}; give transformers.Trainer, or a subclass of it")
     join_group()
     return _with_servers(trainer, plugin)
 

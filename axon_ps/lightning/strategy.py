@@ -36,7 +36,7 @@ from axon_ps.parallel.from_torch import (
     moved,
     save_servers,
 )
-from axon_ps.parallel.fsdp.arguments import strategy_of
+from axon_ps.parallel.fsdp.arguments import strategy_of, understood
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.precision import MixedPrecision
@@ -63,7 +63,7 @@ class AxonStrategy(DDPOverAxon):
         options: those of `DDPStrategy`.
 
     Raises:
-        InvalidRequest: NO_SHARD was given.
+        InvalidRequest: NO_SHARD was given, or a value is not one of its argument.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AxonStrategy(DDPOverAxon):
         unit_types: Collection[type[nn.Module]] | type[nn.Module] = (),
         auto_wrap_policy: Callable[..., bool] | None = None,
         cpu_offload: CPUOffload | bool | str = CPUOffload.NONE,
-        mixed_precision: MixedPrecision | torch.dtype | bool | None = None,
+        mixed_precision: MixedPrecision | torch.dtype | str | bool | None = None,
         save_parameters: bool = True,
         **options: Any,
     ) -> None:
@@ -80,7 +80,6 @@ class AxonStrategy(DDPOverAxon):
             raise InvalidRequest(
                 "AxonStrategy(sharding_strategy=NO_SHARD) would put nothing on the servers; use strategy='axon_ddp'"
             )
-        super().__init__(**options)
         self._how: dict[str, Any] = {
             "sharding_strategy": sharding_strategy,
             "unit_types": unit_types,
@@ -88,6 +87,9 @@ class AxonStrategy(DDPOverAxon):
             "cpu_offload": cpu_offload,
             "mixed_precision": mixed_precision,
         }
+        for name, value in self._how.items():
+            understood(name, value)
+        super().__init__(**options)
         self._save_parameters = save_parameters
         self._forward_redirection = Redirection()
         self._wrappers: WeakKeyDictionary[nn.Module, FullyShardedDataParallel] = WeakKeyDictionary()

@@ -75,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Lower the scale after a skipped step, raise it after many that were not.
+        """Lower the scale after a skipped step, raise it after many that were not, or set it to a scalar that is given.
 
         Raises:
             Misuse: there was no `step()` before it.

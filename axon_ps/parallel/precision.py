@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -24,6 +25,20 @@ DTYPES: Final[dict[torch.dtype, DType]] = {theirs: ours for ours, theirs in TORC
 _FLOAT8: Final = ("float8_e4m3", "float8_e4m3fn")
 
 
+def torch_dtype(given: object, what: str = "dtype", also: Sequence[str] = ()) -> torch.dtype:
+    """Return a dtype of torch's, which may be given by its name ("bfloat16").
+
+    Args:
+        given: the dtype. One of torch's is returned as it is.
+        what: the name of the argument, for the message.
+        also: the other values that the caller accepts, for the message.
+
+    Raises:
+        InvalidRequest: no floating-point dtype has that name.
+    """
+    return given if isinstance(given, torch.dtype) else TORCH_DTYPES[parse_dtype(given, what, FLOATS, also)]
+
+
 class _TorchDType:
     """A field of a dataclass that is a torch dtype or None, and may be given as a dtype's name."""
 
@@ -34,8 +49,7 @@ class _TorchDType:
         return None if instance is None else instance.__dict__[self._name]  # of the class: the default value
 
     def __set__(self, instance: object, given: torch.dtype | str | None) -> None:
-        known = given is None or isinstance(given, torch.dtype)
-        instance.__dict__[self._name] = given if known else TORCH_DTYPES[parse_dtype(given, self._name, FLOATS)]
+        instance.__dict__[self._name] = None if given is None else torch_dtype(given, self._name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +110,7 @@ class MixedPrecision:
             return given
         if given is None or isinstance(given, bool):
             return cls(param_dtype=torch.bfloat16) if given else cls()
-        if isinstance(given, torch.dtype):
-            return cls(param_dtype=given)
-        raise InvalidRequest(f"mixed_precision is {given!r}; give a MixedPrecision, a torch.dtype, True or False")
+        return cls(param_dtype=torch_dtype(given, "mixed_precision", also=("MixedPrecision(...)", "True", "False")))
 
     def compute(self, built: torch.dtype) -> torch.dtype:
         """Return the dtype in which parameters built as `built` compute."""

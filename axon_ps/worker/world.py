@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 from axon_ps.collectives import current_world
 from axon_ps.collectives.backends.base import Backend
@@ -47,6 +47,8 @@ from axon_ps.worker.refusal import explain
 from axon_ps.worker.rendezvous import Rendezvous
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.worker import ProcessWorker, Worker
+
+V = TypeVar("V")
 
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds that an operation may wait for slow peers. It fails earlier if a member is lost."""
@@ -420,7 +422,7 @@ class World:
         """Return the value of a key as soon as there is one.
 
         Raises:
-            Timeout: it was not stored in time.
+            Timeout: it was not stored within `timeout_s` seconds; None = the world's default.
         """
         return self._loop.run(self._coordinator.kv_wait(key, timeout_s=self._limit(timeout_s)))
 
@@ -436,7 +438,7 @@ class World:
         """Remove a key; return True if it existed."""
         return self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._limit(None)))
 
-    def agree(self, name: str, value: Any) -> Any:
+    def agree(self, name: str, value: V) -> V:
         """Return the value that the first worker gave for `name`: the same on every worker, without waiting for any.
 
         Workers use it to agree on a value although a worker may join late: the seed, how long to train. The value is
@@ -450,9 +452,9 @@ class World:
             InvalidRequest: `value` cannot be sent. The message says what can.
         """
         first = self._coordinator.kv_first(f"agree/{name}", encode(value, "agree"), timeout_s=self._limit(None))
-        return decode(self._loop.run(first), "agree")
+        return cast("V", decode(self._loop.run(first), "agree"))
 
-    def gather_json(self, value: Any, *, name: str = "gather_json", timeout_s: float | None = None) -> list[Any]:
+    def gather_json(self, value: V, *, name: str = "gather_json", timeout_s: float | None = None) -> list[V]:
         """All-gather a value of every worker, in rank order. It is for small values: losses, settings.
 
         All workers wait for each other, as at a `barrier`. For a value without waiting use `agree` or the key-value
@@ -495,6 +497,17 @@ class World:
         timeout_s: float | None = None,
         async_op: Literal[True],
     ) -> LoopWork[CheckpointInfo]: ...
+
+    @overload
+    def save_checkpoint(
+        self,
+        uri: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        states: Mapping[int, FileEntry] | None = None,
+        timeout_s: float | None = None,
+        async_op: bool,
+    ) -> CheckpointInfo | LoopWork[CheckpointInfo]: ...
 
     def save_checkpoint(
         self,
@@ -561,7 +574,7 @@ class World:
 
         Args:
             uri: as for `restore_checkpoint`.
-            timeout_s: as for `restore_checkpoint`.
+            timeout_s: most seconds for it; None = the world's default.
 
         Raises:
             CheckpointError, InvalidRequest: as for `restore_checkpoint`, on the worker that restores.

@@ -76,9 +76,9 @@ def _mistakes() -> Mapping[str, Mistake]:
             lambda g: functional.all_reduce_mean(np.ones(3), group=g),
             lambda g: functional.all_reduce_mean(np.ones(3, np.int32), group=g),
         ),
-        "reduce": Mistake(lambda g: g.reduce(np.ones(3)), lambda g: g.reduce(np.ones(3), root=g.size)),
+        "reduce": Mistake(lambda g: g.reduce(np.ones(3)), lambda g: g.reduce(np.ones(3), dst=g.size)),
         "broadcast": Mistake(
-            lambda g: functional.broadcast(np.ones(3), group=g), lambda g: functional.broadcast(None, group=g)
+            lambda g: functional.broadcast(np.ones(3), group=g), lambda g: functional.broadcast(_NOBODY, group=g)
         ),
         "broadcast_from": Mistake(
             lambda g: functional.broadcast_from(np.ones(3), 0, group=g),

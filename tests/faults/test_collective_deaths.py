@@ -102,7 +102,7 @@ def disagree() -> list[str]:
             lambda: group.all_reduce(np.zeros(5 if odd else 4)),
             lambda: group.all_reduce(np.zeros(4, np.float32 if odd else np.int32)),
             lambda: group.all_reduce(np.zeros(4), ReduceOp.MAX if odd else ReduceOp.SUM),
-            lambda: group.broadcast(np.zeros(4), root=1 if odd else 0),
+            lambda: group.broadcast(np.zeros(4), src=1 if odd else 0),
             lambda: group.barrier() if odd else group.all_gather(np.zeros(1 << 20, np.float32)),
         ]
         told = []

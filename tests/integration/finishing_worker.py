@@ -38,7 +38,7 @@ def messages(backend: str, numel: int) -> list[float]:
     group = world.new_group(list(range(world.world_size)), backend=backend)
     group.barrier()
     if world.rank:
-        group.send(np.full(numel, world.rank, np.float32), to=0, async_op=True)
+        group.send(np.full(numel, world.rank, np.float32), dst=0, async_op=True)
         return []
     received, data = [], np.zeros(numel, np.float32)
     if numel < 1000:  # small ones are kept; of large ones the senders wait until they are taken
@@ -47,12 +47,12 @@ def messages(backend: str, numel: int) -> list[float]:
             time.sleep(0.01)
         assert world.world_size == 1
     for source in range(1, group.world_size):
-        group.recv(data, source=source, timeout_s=120)
+        group.recv(data, src=source, timeout_s=120)
         received.append(float(data.mean()))
     begun = time.monotonic()
     for source in (1, -1):
         try:
-            group.recv(data, source=source, timeout_s=120)
+            group.recv(data, src=source, timeout_s=120)
         except axon_ps.errors.Broken:
             continue
         raise AssertionError("nobody is left who could have sent this")

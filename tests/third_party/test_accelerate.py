@@ -5,6 +5,9 @@ Tests of `huggingface/accelerator.py`.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,16 @@ def test_losses_are_those_of_gloo_and_a_saved_state_goes_on(way: str, tmp_path: 
     if way == "servers":
         auto = pytest.importorskip("transformers").AutoModelForCausalLM
         assert sum(p.numel() for p in auto.from_pretrained(ours / "f32" / "model").parameters()) > 1e5
+
+
+def test_the_state_says_axon(tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("accelerate_state_worker.py")
+    command = ["-m", "axon_ps.cli.main", "run", "--nproc-per-node", "2", "--shards", "1", str(worker)]
+    done = subprocess.run(
+        [sys.executable, *command], env=library.ENVIRONMENT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    assert re.search(r"Distributed environment: DistributedType\.MULTI_[CG]PU  Backend: axon\n", done.stdout)
 
 
 def test_the_plugin_of_another_way_to_shard_is_refused() -> None:

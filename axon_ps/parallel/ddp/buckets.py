@@ -18,6 +18,7 @@ from torch import Tensor
 from axon_ps.collectives import cuda, functional
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.precision import torch_dtype
 
 _NUMPY = {
     torch.float64: np.float64,
@@ -59,7 +60,7 @@ class GradientBucket:
 
     Args:
         capacity: most elements that it can hold.
-        dtype: dtype of its gradients.
+        dtype: dtype of its gradients, or its name.
         device: device of its gradients.
         group: the group that reduces it, so that the other ranks of the host can map its memory.
         index: its position among the buckets that are reduced together.
@@ -76,13 +77,14 @@ class GradientBucket:
         self,
         capacity: int,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str = "cpu",
         group: ProcessGroup | None = None,
         index: int = 0,
     ) -> None:
         if capacity < 0:
             raise InvalidRequest(f"capacity is {capacity} elements; it must not be negative")
+        dtype = torch_dtype(dtype)
         check_dtype(dtype, "a bucket")
         self.capacity = capacity
         self.index = index

@@ -32,7 +32,7 @@ from axon_ps.parallel.ddp.reducer import Reducer
 from axon_ps.parallel.ddp.synchronizer import GradSyncStrategy
 from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.hooks import tensors_of
-from axon_ps.types import ReduceOp
+from axon_ps.types import ReduceOp, parse_member
 from axon_ps.worker.world import World
 
 
@@ -88,7 +88,7 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: bool | None = True,
         gradient_as_bucket_view: bool = False,
         find_unused_parameters: bool = False,
-        grad_sync_strategy: GradSyncStrategy = GradSyncStrategy.OVERLAPPED,
+        grad_sync_strategy: GradSyncStrategy | str = GradSyncStrategy.OVERLAPPED,
         **of_torch: Any,
     ) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class DistributedDataParallel(nn.Module):
         wrap.refuse_wrapped(module, "DistributedDataParallel")
         self.module = module
         self._group = current_group(group)
-        self._strategy = grad_sync_strategy
+        self._strategy = parse_member(grad_sync_strategy, GradSyncStrategy, "grad_sync_strategy")
         self._broadcast_buffers = broadcast_buffers is None or broadcast_buffers
         self._joining = False
         if not bucket_size_mb > 0:
@@ -125,7 +125,7 @@ class DistributedDataParallel(nn.Module):
             bucket_bytes=int(bucket_size_mb * (1 << 20)),
             as_views=gradient_as_bucket_view,
             find_unused=find_unused_parameters,
-            strategy=grad_sync_strategy,
+            strategy=self._strategy,
         )
 
     # ------------------------------------------------------------------ as a module

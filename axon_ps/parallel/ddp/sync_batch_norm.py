@@ -30,6 +30,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.by_reference import ByReference
 from axon_ps.parallel.compile import uncompiled
+from axon_ps.parallel.precision import torch_dtype
 
 if TYPE_CHECKING:
     from axon_ps.worker.world import World
@@ -50,7 +51,7 @@ class SyncBatchNorm(_BatchNorm):
         process_group: the ranks: a group, or a world for all of its workers; None = the current world, with the workers
             that it has at the time.
         device: of the parameters.
-        dtype: of the parameters.
+        dtype: of the parameters, or its name.
         bias: True = there is a bias with the weight.
 
     Raises:
@@ -70,11 +71,12 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: bool = True,
         process_group: ProcessGroup | World | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         *,
         bias: bool = True,
     ) -> None:
-        options: dict[str, Any] = {"device": device, "dtype": dtype} | ({} if bias else {"bias": False})
+        options: dict[str, Any] = {"device": device, "dtype": None if dtype is None else torch_dtype(dtype)}
+        options |= {} if bias else {"bias": False}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
         self._group = ByReference(process_group)
 

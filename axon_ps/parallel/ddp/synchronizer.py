@@ -18,7 +18,7 @@ from axon_ps.collectives.work import Work
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel.ddp.buckets import GradientBucket, assign, build, check_dtype
 from axon_ps.parallel.rounds import Round
-from axon_ps.types import ReduceOp
+from axon_ps.types import ReduceOp, parse_member
 from axon_ps.worker.world import World
 
 BUCKET_NUMEL = 25 * (1 << 20) // 4
@@ -59,14 +59,14 @@ class GradientSynchronizer:
 
     def __init__(
         self,
-        strategy: GradSyncStrategy = GradSyncStrategy.OVERLAPPED,
+        strategy: GradSyncStrategy | str = GradSyncStrategy.OVERLAPPED,
         bucket_numel: int = BUCKET_NUMEL,
         *,
         group: ProcessGroup | World | None = None,
     ) -> None:
         if bucket_numel < 1:
             raise InvalidRequest(f"bucket_numel is {bucket_numel}; a bucket needs room for at least one element")
-        self.strategy = strategy
+        self.strategy = parse_member(strategy, GradSyncStrategy, "strategy")
         self.bucket_numel = bucket_numel
         self._group = group
         self._buckets: list[GradientBucket] = []

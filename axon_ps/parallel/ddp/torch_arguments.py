@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.types import parse_member
 
 Translation: TypeAlias = Callable[[str, Any], dict[str, Any]]
 """From an argument's name and value to ours."""
@@ -23,7 +24,7 @@ Table: TypeAlias = Mapping[str, Translation]
 
 @dataclass(frozen=True)
 class _No:
-    """An argument that changes no value here.
+    """True or False, which changes no value here.
 
     Attributes:
         why: the reason, for readers.
@@ -32,6 +33,8 @@ class _No:
     why: str
 
     def __call__(self, name: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, bool):
+            raise InvalidRequest(f"{name} is {value!r}; give True or False, or leave it out: it has no effect here")
         return {}
 
 
@@ -144,6 +147,15 @@ def _one_device(name: str, value: Any) -> dict[str, Any]:
     return {}
 
 
+def _prefetch(name: str, value: Any) -> dict[str, Any]:
+    """Check torch's `BackwardPrefetch`, which has no effect, as `forward_prefetch`."""
+    if value is not None:
+        from torch.distributed.fsdp import BackwardPrefetch
+
+        parse_member(value, BackwardPrefetch, name, also=("None",))
+    return {}
+
+
 def _default(ours: str) -> Translation:
     """None is our default."""
     return lambda _, value: {} if value is None else {ours: value}
@@ -159,7 +171,7 @@ FSDP: Final[Table] = {
     "device_mesh": _node_size,
     "mesh": _node_size,
     "forward_prefetch": _No("the next units are gathered in any case; prefetch=False turns it off"),
-    "backward_prefetch": _No("as forward_prefetch"),
+    "backward_prefetch": _prefetch,
     "limit_all_gathers": _No("gathers take at most the memory of two units"),
     "use_orig_params": _No("parameters are the user's in any case"),
     "sync_module_states": _No("every model begins with the values of the first worker"),
@@ -170,7 +182,7 @@ DDP: Final[Table] = {
     "bucket_cap_mb": _default("bucket_size_mb"),
     "forward_sync_buffers": _default("broadcast_buffers"),
     "device_ids": _one_device,
-    "output_device": _No("the output is on the module's device"),
+    "output_device": lambda name, value: {},  # the output is on the module's device
     "dim": _Only((0,), "batches are divided along the first dimension"),
     "init_sync": _Only((True,), "rank 0's values are sent in any case; leave it out"),
     "check_reduction": _No("torch ignores it, too"),

@@ -107,7 +107,7 @@ class DiLoCo:
         mixing: float | None = 0.5,
         quorum: float | None = None,
         grace_s: float = 0.0,
-        unit_types: Collection[type[nn.Module]] = (),
+        unit_types: Collection[type[nn.Module]] | type[nn.Module] = (),
         plan_options: PlanOptions | None = None,
         name: str | None = None,
     ) -> None:
@@ -146,7 +146,7 @@ class DiLoCo:
             JobSpec(
                 layout=wrap.layout_of(units),
                 precision=precision,
-                options=plan_options or PlanOptions(),
+                options=arguments.understood("plan_options", plan_options) or PlanOptions(),
                 policy=policy,
                 model=type(model).__qualname__,
             )

@@ -21,7 +21,8 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.precision import MixedPrecision
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.sharding.policy import Policy, Synchronous
+from axon_ps.sharding.policy import Asynchronous, Policy, Synchronous
+from axon_ps.types import parse_member
 
 _EnumT = TypeVar("_EnumT", bound=enum.Enum)
 _ValueT = TypeVar("_ValueT")
@@ -66,14 +67,14 @@ def checked(*, line: tuple[int, ...] = (), **given: Any) -> Arguments:
     return arguments
 
 
-def understood(name: str, value: Any) -> Any:
-    """Return one argument in its canonical form. It raises as `checked` does."""
+def understood(name: str, value: Any, called: str | None = None) -> Any:
+    """Return one argument in its canonical form. It raises as `checked` does; `called` is its name in the message."""
     meaning, wanted = _TABLE[name]
     try:
         return meaning(value)
     except _Refused as refused:
         why = f": {refused}" if str(refused) else ""
-        raise InvalidRequest(f"{name} is {value!r}{why}; give {wanted}") from None
+        raise InvalidRequest(f"{called or name} is {value!r}{why}; give {wanted}") from None
 
 
 def strategy_of(value: Any) -> ShardingStrategy | None:
@@ -91,19 +92,25 @@ def _is_torchs(value: Any, name: str) -> bool:
 
 
 def _member(kind: type[_EnumT], value: Any) -> _EnumT:
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, str) and (value in kind.__members__ or value.upper() in kind.__members__):
-        return kind[value] if value in kind.__members__ else kind[value.upper()]
-    raise _Refused
+    try:
+        return parse_member(value, kind, "it")
+    except InvalidRequest:
+        raise _Refused from None
 
 
 def _strategy(value: Any) -> ShardingStrategy:
-    if _is_torchs(value, "ShardingStrategy"):
-        if value.name not in ShardingStrategy.__members__:
-            raise _Refused("there is no such strategy here; HYBRID_SHARD comes closest")
-        value = value.name
+    if _is_torchs(value, "ShardingStrategy") and value.name not in ShardingStrategy.__members__:
+        raise _Refused("there is no such strategy here; HYBRID_SHARD comes closest")
     return _member(ShardingStrategy, value)
+
+
+def _policy(value: Any) -> Policy:
+    if isinstance(value, Policy):
+        return value
+    known = {"synchronous": Synchronous, "sync": Synchronous, "asynchronous": Asynchronous, "async": Asynchronous}
+    if value is None or (isinstance(value, str) and value.lower() in known):
+        return known["sync" if value is None else value.lower()]()
+    raise _Refused
 
 
 def _offload(value: Any) -> CPUOffload:
@@ -126,10 +133,11 @@ def _precision(value: Any) -> MixedPrecision:
             cast_forward_inputs=getattr(value, "cast_root_forward_inputs", value.cast_forward_inputs),
             uncast_types=_kinds(getattr(value, "_module_classes_to_ignore", ())),
         )
-    if isinstance(value, (MixedPrecision, torch.dtype, bool)) or value is None:
+    try:
         precision = MixedPrecision.of(value)
-        return replace(precision, uncast_types=_kinds(precision.uncast_types))
-    raise _Refused
+    except InvalidRequest:
+        raise _Refused from None
+    return replace(precision, uncast_types=_kinds(precision.uncast_types))
 
 
 def _kinds(value: Any) -> tuple[type[nn.Module], ...]:
@@ -208,7 +216,7 @@ _TABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "module": (partial(_an, nn.Module), "an nn.Module"),
     "sharding_strategy": (partial(_or_none, _strategy), f"one of {_names(ShardingStrategy)}, or its name"),
     "cpu_offload": (_offload, f"one of {_names(CPUOffload)}, its name, True (FULL) or False (NONE)"),
-    "mixed_precision": (_precision, "a MixedPrecision, a torch.dtype, True or False"),
+    "mixed_precision": (_precision, "a MixedPrecision, a floating-point dtype or its name, True (bfloat16) or False"),
     "unit_types": (_kinds, "module classes, as in unit_types={Block}"),
     "auto_wrap_policy": (_wrap_policy, "a function that says of a module whether it becomes a unit, or None"),
     "ignored_parameters": (_parameters, "parameters of the module"),
@@ -219,8 +227,8 @@ _TABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "plan_options": (partial(_or_none, partial(_an, PlanOptions)), "PlanOptions(...) or None"),
     "device": (_device, "a torch.device, its name, or None for where the module is"),
     "policy": (
-        lambda value: Synchronous() if value is None else _an(Policy, value),
-        "Synchronous(), BoundedStaleness(max_staleness=...), Asynchronous() or None",
+        _policy,
+        'Synchronous() or "sync", BoundedStaleness(max_staleness=...), Asynchronous() or "async", or None',
     ),
     "name": (partial(_or_none, partial(_an, str)), "a string, or None"),
 }

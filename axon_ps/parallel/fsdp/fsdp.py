@@ -62,8 +62,8 @@ class FullyShardedDataParallel(ModuleWrapper):
             `ShardingStrategy` are accepted, too. None = HYBRID_SHARD if every node has the same number of workers, more
             than one, on GPUs with NCCL, else FULL_SHARD; a log line has the reason and the bytes of each.
         cpu_offload: the part of that in host memory; torch's `CPUOffload` is accepted, too, and True for FULL.
-        mixed_precision: dtypes of compute and wire; a dtype for `MixedPrecision(param_dtype=...)`, True for bfloat16,
-            or torch's `MixedPrecision`.
+        mixed_precision: dtypes of compute and wire; a dtype or its name for `MixedPrecision(param_dtype=...)`, True for
+            bfloat16, or torch's `MixedPrecision`.
         unit_types: module classes that become units, or one class.
         auto_wrap_policy: returns True for a module that becomes a unit; instead of `unit_types`. Torch's
             `ModuleWrapPolicy` and `transformer_auto_wrap_policy` are accepted, too.
@@ -77,8 +77,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         plan_options: the sizes in which units are cut; None = chunks of about 2^18 elements (2^19 if all values are
             sent compressed), of a length that cuts the largest units evenly.
         device: the device on which parameters compute; None = the module's (the CPU for the meta device).
-        policy: the way in which replicas wait for each other between steps: `Synchronous()` (None),
-            `BoundedStaleness(...)`, `Asynchronous()`.
+        policy: the way in which replicas wait for each other between steps: `Synchronous()` (None, "sync"),
+            `BoundedStaleness(...)`, `Asynchronous()` ("async").
         name: the job's name for the model; None = "model 0", "model 1" and so on, in the order in which this process
             wraps models. Workers find each other's models by it.
         of_torch: other arguments of torch's FSDP: `process_group`, `device_id`, `ignored_states`, `device_mesh` and so
@@ -106,7 +106,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         *,
         sharding_strategy: ShardingStrategy | str | None = None,
         cpu_offload: CPUOffload | bool | str = CPUOffload.NONE,
-        mixed_precision: MixedPrecision | torch.dtype | bool | None = None,
+        mixed_precision: MixedPrecision | torch.dtype | str | bool | None = None,
         unit_types: Collection[type[nn.Module]] | type[nn.Module] = (),
         auto_wrap_policy: Callable[..., bool] | None = None,
         ignored_parameters: Iterable[nn.Parameter] = (),
@@ -116,7 +116,7 @@ class FullyShardedDataParallel(ModuleWrapper):
         param_init_fn: Callable[[nn.Module], None] | None = None,
         plan_options: PlanOptions | None = None,
         device: torch.device | str | None = None,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         name: str | None = None,
         **of_torch: Any,
     ) -> None:
@@ -157,6 +157,7 @@ class FullyShardedDataParallel(ModuleWrapper):
     # ------------------------------------------------------------------ as a module
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, with its arguments, and with the parameters gathered unit by unit."""
         return self._run_gathered(self.module, args, kwargs)
 
     def _run_gathered(self, inside: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

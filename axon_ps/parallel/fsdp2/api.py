@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
@@ -18,17 +19,21 @@ from axon_ps.parallel.fsdp2 import modules, optimizers
 from axon_ps.parallel.fsdp2.marks import Options, checked_mark, mark, mark_of
 from axon_ps.parallel.precision import MixedPrecision
 
-_ModuleT = TypeVar("_ModuleT", nn.Module, list[nn.Module])
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
     module: _ModuleT,
     *,
-    mesh: Any = None,
+    mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
-    mp_policy: Any = None,
-    offload_policy: Any = None,
+    mp_policy: MixedPrecisionPolicy | MixedPrecision | torch.dtype | str | bool | None = None,
+    offload_policy: OffloadPolicy | CPUOffload | str | bool | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: None = None,
     retain_frozen: bool = True,
@@ -49,8 +54,10 @@ def fully_shard(
             FULL_SHARD, False for all of them = SHARD_GRAD_OP, a number = HYBRID_SHARD with nodes of so many workers.
             That of the model counts if it has no units; None is False then, as in torch.
         shard_placement_fn: has no effect: the servers divide the values of a unit by number, not by dimension.
-        mp_policy: torch's `MixedPrecisionPolicy`, or our `MixedPrecision`; the same in all calls for a model.
-        offload_policy: torch's `CPUOffloadPolicy` (CPUOffload.FULL) or `OffloadPolicy`; or our `CPUOffload`.
+        mp_policy: torch's `MixedPrecisionPolicy`, or what `FSDP(mixed_precision=)` takes; the same in all calls for a
+            model.
+        offload_policy: torch's `CPUOffloadPolicy` (CPUOffload.FULL) or `OffloadPolicy`, or what `FSDP(cpu_offload=)`
+            takes.
         ignored_params: parameters that stay each worker's own.
         dp_mesh_dims: None.
         retain_frozen: as of `FullyShardedDataParallel`; False in one call holds for all of the model.
@@ -73,12 +80,12 @@ def fully_shard(
         mesh=mesh_sizes("mesh", mesh),
         line=line_of(mesh),
         axis=mesh,
-        precision=MixedPrecision() if mp_policy is None else understood("mixed_precision", mp_policy),
-        offload=CPUOffload.NONE if offload_policy is None else understood("cpu_offload", offload_policy),
-        ignored=understood("ignored_parameters", () if ignored_params is None else ignored_params),
+        precision=understood("mixed_precision", mp_policy, "mp_policy"),
+        offload=understood("cpu_offload", offload_policy, "offload_policy"),
+        ignored=understood("ignored_parameters", () if ignored_params is None else ignored_params, "ignored_params"),
         retain_frozen=understood("retain_frozen", retain_frozen),
     )
-    given: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
+    given: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     for one in given:
         _check(one)
     for one in given:

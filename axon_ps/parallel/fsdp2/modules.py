@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Self, cast, overload
 
 import torch
 from torch import nn
@@ -57,6 +57,12 @@ class FSDPModule(Uncopied):
 
     # ------------------------------------------------------------------ values
 
+    @overload
+    def unshard(self, async_op: Literal[False] = False) -> None: ...
+    @overload
+    def unshard(self, async_op: Literal[True]) -> UnshardHandle: ...
+    @overload
+    def unshard(self, async_op: bool) -> UnshardHandle | None: ...
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Give the parameters of this unit their values, until `reshard()` or the end of its next forward or backward.
 

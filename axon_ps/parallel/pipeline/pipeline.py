@@ -30,6 +30,7 @@ from axon_ps.parallel.pipeline.schedule import PipelineSchedule, actions, check,
 from axon_ps.parallel.pipeline.stage import LossFunction, PipelineStage, StageModules, split_backward
 from axon_ps.parallel.pipeline.ties import Tie, TiedParameters, find_ties
 from axon_ps.parallel.pipeline.timeline import Timeline
+from axon_ps.types import parse_member
 from axon_ps.worker.world import World
 
 
@@ -64,7 +65,7 @@ class Pipeline(nn.Module):
         stages: Sequence[PipelineStage],
         *,
         num_microbatches: int,
-        schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
+        schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
         group: ProcessGroup | World | None = None,
         loss_fn: LossFunction | None = None,
         loss_reduction: str = "mean",
@@ -74,7 +75,7 @@ class Pipeline(nn.Module):
         if loss_reduction not in ("mean", "sum"):
             raise InvalidRequest(f'loss_reduction is {loss_reduction!r}; it must be "mean" or "sum"')
         group = None if group is None else as_group(group)
-        self.schedule = PipelineSchedule(schedule)
+        self.schedule = parse_member(schedule, PipelineSchedule, "schedule")
         self.num_microbatches = num_microbatches
         self.rank = 0 if group is None else group.rank
         self._loss_fn = loss_fn
@@ -107,7 +108,7 @@ class Pipeline(nn.Module):
         *,
         sizes: Sequence[int] | None = None,
         devices: Sequence[torch.device | str] | None = None,
-        schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
+        schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
         **options: Any,
     ) -> Pipeline:
         """Divide a sequence of modules into stages, of which this rank has its own.
@@ -132,7 +133,10 @@ class Pipeline(nn.Module):
                 f"num_stages is a {type(num_stages).__name__}; give how many stages the modules become, and the group "
                 "after that: from_modules(modules, num_stages, group)"
             )
-        schedule, group = PipelineSchedule(schedule), None if group is None else as_group(group)
+        schedule, group = (
+            parse_member(schedule, PipelineSchedule, "schedule"),
+            None if group is None else as_group(group),
+        )
         ranks, rank = (1, 0) if group is None else (group.world_size, group.rank)
         divided = divide(modules, num_stages, ranks, schedule, sizes)
         owner = owners(schedule, even(num_stages, ranks))

@@ -42,7 +42,7 @@ class TensorParallelAttention(TensorParallelModule):
             = `num_heads`. A multiple of the number of ranks too.
         sequence_parallel: True = input and output are this rank's equal shard of the sequence.
         device: of the parameters.
-        dtype: of the parameters.
+        dtype: of the parameters, or its name.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
     Attributes:
@@ -66,7 +66,7 @@ class TensorParallelAttention(TensorParallelModule):
         num_key_value_heads: int | None = None,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(group)

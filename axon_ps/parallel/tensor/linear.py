@@ -29,6 +29,7 @@ from torch.nn import functional
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.chunks import all_reduce
+from axon_ps.parallel.precision import torch_dtype
 from axon_ps.parallel.tensor.functions import (
     copy_to_group,
     gather_from_group,
@@ -89,11 +90,12 @@ class ParallelLinear(TensorParallelModule):
         self,
         bias: bool,
         device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | str | None,
         generator: torch.Generator | None,
     ) -> None:
         """Make the parameters and draw their first values."""
-        full = torch.empty(self.out_features, self.in_features, device="meta", dtype=dtype)
+        known = None if dtype is None else torch_dtype(dtype)
+        full = torch.empty(self.out_features, self.in_features, device="meta", dtype=known)
         options: dict[str, Any] = {"device": device, "dtype": full.dtype}
         self.weight = nn.Parameter(torch.empty(self.shard_of("weight", full).shape, **options))
         if bias:
@@ -155,7 +157,7 @@ class ColumnParallelLinear(ParallelLinear):
         sequence_parallel: True = the input is this rank's equal shard of the sequence.
         sequence_dim: the dimension of the input that is the sequence.
         device: of the parameters.
-        dtype: of the parameters.
+        dtype: of the parameters, or its name.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
     Raises:
@@ -176,7 +178,7 @@ class ColumnParallelLinear(ParallelLinear):
         *,
         sequence_dim: int = -2,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, group, sequence_parallel, sequence_dim)
@@ -219,7 +221,7 @@ class RowParallelLinear(ParallelLinear):
         sequence_parallel: True = the output is this rank's equal shard of the sequence.
         sequence_dim: the dimension of the output that is the sequence.
         device: of the parameters.
-        dtype: of the parameters.
+        dtype: of the parameters, or its name.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
     Raises:
@@ -240,7 +242,7 @@ class RowParallelLinear(ParallelLinear):
         *,
         sequence_dim: int = -2,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, group, sequence_parallel, sequence_dim)

@@ -100,7 +100,7 @@ def test_gathering_rows() -> None:
         uneven = np.concatenate([array(r, r, 2) for r in range(3)])
         np.testing.assert_array_equal(group.all_gather(array(rank, rank, 2), counts=[0, 1, 2]), uneven)
         assert group.all_gather(torch.tensor(rank)).tolist() == [0, 1, 2]
-        gathered = group.gather(array(rank, 2, 3), root=1)
+        gathered = group.gather(array(rank, 2, 3), dst=1)
         assert (gathered is None) is (rank != 1)
         if rank == 1:
             np.testing.assert_array_equal(gathered, whole)
@@ -121,7 +121,7 @@ def test_scattering_rows() -> None:
         mine = group.reduce_scatter(array(rank, 8, 2), ReduceOp.MAX, counts=[8, 0, 0])
         assert mine.shape == ((8, 2) if rank == 0 else (0, 2))
         out = np.empty((2, 5), np.float32)
-        group.scatter(array(7, 6, 5) if rank == 2 else None, root=2, out=out)
+        group.scatter(array(7, 6, 5) if rank == 2 else None, src=2, out=out)
         np.testing.assert_array_equal(out, np.split(array(7, 6, 5), 3)[rank])
         swapped = group.all_to_all(np.arange(6).reshape(3, 2) + 10 * rank)
         np.testing.assert_array_equal(swapped, [[2 * rank + 10 * r, 2 * rank + 1 + 10 * r] for r in range(3)])
@@ -200,10 +200,10 @@ def test_a_message_that_cannot_be_sent_was_not_and_can_be_made_good() -> None:
     def body(group: ProcessGroup) -> None:
         if group.rank == 0:
             with pytest.raises(InvalidRequest, match="itself"):
-                group.send(np.ones(1), to=0)
+                group.send(np.ones(1), dst=0)
             with pytest.raises(InvalidRequest, match="a list"):
-                group.send([1.0], to=1)
-            group.send(np.ones(1), to=1)
+                group.send([1.0], dst=1)
+            group.send(np.ones(1), dst=1)
         else:
             got = np.zeros(1)
             assert group.recv(got, 0) == 0
@@ -329,7 +329,7 @@ def test_the_recorder_keeps_what_happened() -> None:
     def body(group: ProcessGroup) -> None:
         group.all_reduce(np.ones(3, np.float32))
         with pytest.raises(Disagreement):
-            group.broadcast(np.ones(1), root=group.rank)
+            group.broadcast(np.ones(1), src=group.rank)
         done, failed = group.calls.recorder.entries()
         assert (str(done.call), done.outcome, done.call.sequence) == ("all_reduce(sum) of 3 f32", "done", 0)
         assert failed.outcome.startswith("Disagreement: the ranks disagree on")

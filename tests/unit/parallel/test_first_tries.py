@@ -38,8 +38,8 @@ def diloco(**options: Any) -> DiLoCo:
 
 UNCLEAR: dict[str, tuple[Callable[[], object], str]] = {
     "a precision that is a word": (
-        lambda: FSDP(nn.Linear(2, 2), FakeGroup(), mixed_precision="bf16"),  # type: ignore[arg-type]
-        "mixed_precision is 'bf16'; give a MixedPrecision, a torch.dtype, True or False",
+        lambda: FSDP(nn.Linear(2, 2), FakeGroup(), mixed_precision="bf61"),
+        r"mixed_precision is 'bf61'; give a MixedPrecision, a floating-point dtype or its name, True \(bf.*\) or False",
     ),
     "FSDP of a number of workers": (
         lambda: FSDP(nn.Linear(2, 2), 4),  # type: ignore[arg-type]

@@ -254,9 +254,9 @@ def wrong_calls() -> dict[str, tuple[Callable[[], Any], str]]:
         "reshard": (lambda: fully_shard(Model(), reshard_after_forward="yes"), "reshard_after_forward is 'yes'"),  # type: ignore[arg-type]
         "mesh": (lambda: fully_shard(Model(), mesh=3), "mesh is 3"),
         "placement": (lambda: fully_shard(Model(), shard_placement_fn=0), "shard_placement_fn is 0"),  # type: ignore[arg-type]
-        "precision": (lambda: fully_shard(Model(), mp_policy=3), "mixed_precision is 3"),
-        "offload": (lambda: fully_shard(Model(), offload_policy=3), "cpu_offload is 3"),
-        "ignored": (lambda: fully_shard(Model(), ignored_params=[3]), "ignored_parameters is"),  # type: ignore[list-item]
+        "precision": (lambda: fully_shard(Model(), mp_policy=3), "mp_policy is 3"),
+        "offload": (lambda: fully_shard(Model(), offload_policy=3), "offload_policy is 3"),
+        "ignored": (lambda: fully_shard(Model(), ignored_params=[3]), "ignored_params is"),  # type: ignore[list-item]
         "dimensions": (lambda: fully_shard(Model(), dp_mesh_dims=("dp",)), "dp_mesh_dims is given"),  # type: ignore[arg-type]
         "unmarked": (lambda: sharded_model(Model()), "was not called on this Model"),
         "method": (lambda: register_fsdp_forward_method(twice, "absent"), "has no method 'absent'"),

@@ -284,7 +284,7 @@ def test_what_is_received_without_a_place_for_it_is_returned(async_op: bool) -> 
         else:
             found = axon_ps.recv(src=0, shape=(2, 3), dtype=np.int64, async_op=async_op)
             np.testing.assert_array_equal(found.wait(20) if async_op else found, sent)
-            found = world.default_group.recv(source=0, tag=1, shape=3)
+            found = world.default_group.recv(src=0, tag=1, shape=3)
             assert found.dtype == np.float32
             np.testing.assert_array_equal(found, sent[0])
         world.barrier()

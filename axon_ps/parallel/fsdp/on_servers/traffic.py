@@ -22,7 +22,7 @@ from axon_ps.parallel.precision import TORCH_DTYPES, MixedPrecision
 from axon_ps.sharding.layout import ELEMENT_BYTES, Unit
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.sharding.traffic import ModuleBytes, node_traffic
-from axon_ps.types import Member, Membership
+from axon_ps.types import Member, Membership, parse_member
 from axon_ps.worker.world import World
 
 _logger = logging.getLogger(__name__)
@@ -62,9 +62,10 @@ class TrafficEstimate:
     strategy: ShardingStrategy
     why: str
 
-    def of(self, strategy: ShardingStrategy) -> NodeTraffic:
+    def of(self, strategy: ShardingStrategy | str) -> NodeTraffic:
         """Return the row of a strategy."""
-        return next(row for row in self.rows if row.strategy is strategy)
+        wanted = parse_member(strategy, ShardingStrategy, "strategy")
+        return next(row for row in self.rows if row.strategy is wanted)
 
     def __str__(self) -> str:
         lines = [f"{'a node and step':<16}{'in':>10}{'out':>10}"]
