@@ -19,7 +19,7 @@ import step_worker
 from step_worker import CLASSES, Batches, Side, void
 
 RANK = 16
-SCALE = 1 / 256
+SCALE = 1 / 2048
 
 
 class Adapted(nn.Module):

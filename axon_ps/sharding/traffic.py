@@ -8,7 +8,7 @@ FULL_SHARD      G·w·(2P - r - b); with PARAMS or int4 G·w·T   G·g·T
 SHARD_GRAD_OP   G·w·T                                         G·g·T
 HYBRID_SHARD    w·T                                           g·T
 
-Frozen units that are retained are gathered once in a job. Raw parameters have bytes of their own in place of w.
+Frozen units that stay are gathered once in a job, and the others may take an eighth of their bytes in addition. Raw parameters have bytes of their own in place of w.
 
 The units that stay fit together into `BUFFERS` times the largest one. These are the last two of equal units, or fewer
 if values are gathered into buffers. A server on the same host takes its part without the network.
@@ -28,6 +28,9 @@ from axon_ps.types import DType
 BUFFERS = 2
 """Limit of the prefetched gathers, and of the pushes under way, as a multiple of the largest unit."""
 
+RETAINED_PER_BYTE = 8
+"""Bytes of frozen units that stay, for each byte that trainable ones may take in addition until backward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleBytes:
@@ -39,6 +42,7 @@ class ModuleBytes:
         sent: gradients, to servers.
         flat: parameters in the dtype that they compute in.
         beside: memory of the parameters that `gathered` counts, with buffers for the values that arrive.
+        retained: from servers, once in a job: frozen units that stay.
     """
 
     gathered: int
@@ -46,6 +50,7 @@ class ModuleBytes:
     sent: int
     flat: int
     beside: int
+    retained: int
 
     @classmethod
     def of(cls, units: Sequence[tuple[Unit, int, int]], precision: WirePrecision, *, retains: bool) -> ModuleBytes:
@@ -64,6 +69,7 @@ class ModuleBytes:
             sent=sum(sent_bytes(precision, unit.numel) for unit in trainable),
             flat=sum(flat for _, flat, _ in units),
             beside=sum(size_bytes for _, size_bytes in moved),
+            retained=sum(unit_bytes(precision, unit) for unit, *_ in units if retains and not unit.trainable),
         )
 
 
@@ -108,6 +114,7 @@ def node_traffic(
     """
     root, *inner = modules
     budget = BUFFERS * max((module.flat for module in inner), default=0)
+    budget += sum(module.retained for module in modules) // RETAINED_PER_BYTE
     staying = inner[len(inner) - fitting((m.beside for m in reversed(inner)), budget) :]
     gathered, trainable, sent = (
         sum(getattr(module, name) for module in modules) for name in ("gathered", "gathered_trainable", "sent")
