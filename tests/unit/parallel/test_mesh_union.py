@@ -154,3 +154,27 @@ def test_lines_that_wrap_otherwise_are_refused() -> None:
 def test_a_tensor_of_which_a_box_is_missing_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="grid"):
         union([tensor_parallel(0), replace(tensor_parallel(1), units=tensor_parallel(1).units[1:])])
+
+
+def test_frozen_boxes_travel_as_their_bits() -> None:
+    lines = [
+        Line(
+            model="m",
+            units=(
+                LineUnit(
+                    name="u (frozen)",
+                    trainable=False,
+                    boxes=(
+                        box("w", (3, 2), (0, 1), tensor_shape=(3, 4), begin=(0, 2 * line), dtype=DType.U8, raw=True),
+                        box("scale", (3,), (0, 1), dtype=DType.BF16, raw=True),
+                    ),
+                ),
+            ),
+        )
+        for line in range(2)
+    ]
+    found = union([Line.from_json(json.loads(json.dumps(line.to_json()))) for line in lines])
+    assert all(p.raw for _, p in found.layout.parameters())
+    assert [(t.name, t.shape, t.raw, t.nbytes) for t in found.layout.tensors] == [
+        ("w", (3, 4), True, 12), ("scale", (3,), True, 6),
+    ]  # fmt: skip

@@ -34,19 +34,19 @@ class Box:
         names: in the user's module, with those of tied parameters.
         shape: its shape on a worker.
         dtype: its dtype.
-        raw: whether it travels as its bits.
         lines: those among which its tensor is divided or replicated, ascending.
         tensor_shape: the shape of the tensor.
         begin: index in the tensor of the box's first element, in every dimension.
+        raw: whether it travels as its bits.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: DType
-    raw: bool
     lines: tuple[int, ...]
     tensor_shape: tuple[int, ...]
     begin: tuple[int, ...]
+    raw: bool = False
 
     @property
     def tensor(self) -> _Tensor:
