@@ -34,6 +34,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"mixed_precision": parallel.MixedPrecision(wire_dtype="int8")},
     "int4": {"mixed_precision": parallel.MixedPrecision(param_dtype=torch.bfloat16, wire_dtype="int4")},
     "restored": {},
+    "three backwards": {},
+    "three backwards-bf16": {"mixed_precision": parallel.MixedPrecision(reduce_dtype=torch.bfloat16)},
+    "three backwards-int8": {"mixed_precision": parallel.MixedPrecision(reduce_dtype="int8")},
 }
 RESTORED_AT = 2
 """The version that the kind "restored" saves, and restores: servers that come later get copies of another epoch."""
@@ -52,7 +55,8 @@ def train(kind: str, end: Path) -> Trained:
         optimizer = parallel.AdamW(model, lr=0.01)
         last = 0
         while not last or world.version < last:
-            model(batch(world.version, world.replica)).backward()
+            for part in range(3 if kind.startswith("three backwards") else 1):
+                model(batch(world.version + 1000 * part, world.replica)).backward()
             model.clip_grad_norm(0.5)
             result = optimizer.step()
             optimizer.zero_grad()
@@ -86,6 +90,50 @@ def test_servers_die_one_after_the_other(kind: str, environment: dict[str, str],
             trained.aborted
         )
     assert_same_bits(found, train, kind, tmp_path, replication=2 if "bf16" in kind else 1)
+
+
+AT = 3
+"""The version at which `train_held` waits between two backwards."""
+
+
+def train_held(backwards: int, directory: Path) -> Trained:
+    """Train with two backwards a step; in one step wait after so many, until a shard server is gone."""
+    torch.set_num_threads(1)
+    trained, gone = Trained(), directory / "gone"
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
+        model = wrapped(world)
+        optimizer = parallel.AdamW(model, lr=0.01)
+        while world.version < AT + 3:
+            at = world.version
+            for part in (1, 2):
+                model(batch(2 * at + part, world.replica)).backward()
+                if (at, part) == (AT, backwards) and not gone.exists():
+                    (directory / f"held-{world.rank}").touch()
+                    until(gone.exists, "a server is gone")
+            result = optimizer.step()
+            optimizer.zero_grad()
+            if not result.committed:
+                trained.aborted.append(result.reason)
+        trained.values = {name: value.float().numpy().copy() for name, value in model.state_dict().items()}
+    return trained
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_server_dies_between_two_backwards_of_a_step(backwards: int, tmp_path: Path) -> None:
+    with LocalCluster(shards=2, world_size=2) as cluster:
+        workers = cluster.start_workers(train_held, args=(backwards, tmp_path))
+        until(lambda: all((tmp_path / f"held-{rank}").exists() for rank in (0, 1)), "the workers are held")
+        cluster.kill(Role.SHARD, 0)
+        until(lambda: [m.rank for m in cluster.status().membership.shards] == [1], "the server is gone")
+        (tmp_path / "gone").touch()
+        results: Any = [worker.result() for worker in workers]
+    assert [result.error for result in results] == ["", ""]
+    assert [len(result.value.aborted) for result in results] == [1, 1]
+    with LocalCluster(shards=2, world_size=2, replication=1) as cluster:
+        right: Any = cluster.run_workers(train_held, args=(backwards, tmp_path))[0].value
+    assert not right.aborted
+    for result in results:
+        assert all(np.array_equal(result.value.values[name], values) for name, values in right.values.items())
 
 
 def test_a_frozen_server_is_replaced_by_its_backup_and_comes_back_as_if_new(tmp_path: Path) -> None:

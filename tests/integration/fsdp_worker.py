@@ -41,6 +41,7 @@ class Case:
         servers: shard servers.
         per_node: workers of an (emulated) node.
         local: NO_SHARD: whether torch's optimizer makes the steps, and not ours.
+        parts: backwards of a step, each of a part of the batch; the gradients of all are sent.
     """
 
     strategy: str
@@ -50,6 +51,7 @@ class Case:
     servers: int = 1
     per_node: int = 1
     local: bool = False
+    parts: int = 1
 
 
 def wrap(case: Case, world: axon_ps.World, **options: Any) -> parallel.FSDP:
@@ -84,7 +86,8 @@ def train(
                 (model(tokens[:2]) / 2).backward()
             (model(tokens[2:]) / 2).backward()
         else:
-            model(tokens).backward()
+            for part in tokens.chunk(case.parts):
+                (model(part) / case.parts).backward()
         norm = model.clip_grad_norm(max_norm) if max_norm else None
         result = optimizer.step()
         norms.append(norm if result is None else result.grad_norm)

@@ -53,11 +53,17 @@ def pairwise() -> list[Case]:
     return cases
 
 
-def two(strategy: str, offload: str = "NONE", precision: str = "f32", *, local: bool = False) -> Case:
+def two(strategy: str, offload: str = "NONE", precision: str = "f32", *, local: bool = False, parts: int = 1) -> Case:
     """Two workers; on one node if they share units."""
-    per_node = 2 if strategy == "HYBRID_SHARD" else 1
     return Case(
-        strategy=strategy, offload=offload, precision=precision, workers=2, servers=2, per_node=per_node, local=local
+        strategy=strategy,
+        offload=offload,
+        precision=precision,
+        workers=2,
+        servers=2,
+        per_node=2 if strategy == "HYBRID_SHARD" else 1,
+        local=local,
+        parts=parts,
     )
 
 
@@ -71,6 +77,10 @@ PARITY = [
     Case(strategy="FULL_SHARD", precision="int4", workers=2, servers=2),
     Case(strategy="SHARD_GRAD_OP", precision="int4", workers=3, servers=2),
     Case(strategy="HYBRID_SHARD", precision="int4", offload="PARAMS", workers=4, servers=2, per_node=2),
+    *(two(strategy, parts=4) for strategy in STRATEGIES),
+    two("FULL_SHARD", "PARAMS", "bf16 wire", parts=2),
+    two("SHARD_GRAD_OP", precision="int8", parts=4),
+    Case(strategy="HYBRID_SHARD", precision="int4", workers=4, servers=2, per_node=2, parts=2),
 ]
 SPECULATIVE = [
     two("HYBRID_SHARD"),
@@ -79,6 +89,8 @@ SPECULATIVE = [
     Case(strategy="SHARD_GRAD_OP", workers=3, servers=2, precision="int4"),
     Case(strategy="FULL_SHARD", workers=2, servers=2, offload="PARAMS"),
     Case(strategy="FULL_SHARD", workers=2, servers=2, precision="int4"),
+    *(two(strategy, parts=2) for strategy in STRATEGIES[:3]),
+    two("SHARD_GRAD_OP", precision="int4", parts=4),
 ]
 RESUMERS = [*(two(s) for s in STRATEGIES), two("NO_SHARD", local=True)]
 MEASURED = [
