@@ -106,10 +106,10 @@ class WrappedValues:
             for unit, flat in zip(found.units, itertools.islice(units, len(found.units)), strict=True):
                 for p in self._layout.units[unit].parameters:
                     value = view_of(flat, p)
-                    if p.whole is None:
+                    if p.full is None:
                         values[p.name] = value
                     else:
-                        values.setdefault(p.whole.name, value.new_empty(p.whole.shape))[p.box] = value
+                        values.setdefault(p.full.name, value.new_empty(p.full.shape))[p.box] = value
             yield from ((tensor.name, values[tensor.name]) for tensor in found.tensors)
 
     def _boxes(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter, torch.Tensor]]:

@@ -23,7 +23,7 @@ from axon_ps.optim.registry import create, initial_states
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.mesh.boxes import box_in, box_of, like
 from axon_ps.parallel.optim import ServerOptimizer, in_our_names
-from axon_ps.sharding.moves import Places
+from axon_ps.sharding.moves import TensorSources
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.contents import open_slices
 from axon_ps.storage.manifest import read_manifest, write_manifest
@@ -109,17 +109,17 @@ def read(model: FullyShardedDataParallel, states: States) -> None:
         manifest = read_manifest(directory).section(model.name)
         if manifest.optimizer is None:  # no step was made
             return
-        places, first = Places(manifest.layout), initial_states(manifest.optimizer)
+        origin, first = TensorSources(manifest.layout), initial_states(manifest.optimizer)
         with open_slices(manifest, manifest.plan.numbered) as source:
             for flat in (flat for flat in model.runtime.flats if flat.trainable):
                 for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
                     for name, tensor in states.get(param, {}).items():
                         if name == _STEP:
-                            moves = places.moves_of(flat.index, spec, spec.offset, spec.offset + 1)
+                            moves = origin.moves_of(flat.index, spec, spec.offset, spec.offset + 1)
                             tensor.fill_(sum(map(source.updates_in, moves)))
                         elif name in first:
                             values = np.full(spec.numel, first[name], np.float32)
-                            for move in places.moves_of(flat.index, spec, spec.offset, spec.end):
+                            for move in origin.moves_of(flat.index, spec, spec.offset, spec.end):
                                 source.copy(move, values, spec.offset, name)
                             box_of(tensor).copy_(torch.from_numpy(values).view(spec.shape))
 
@@ -161,7 +161,7 @@ def write(
     """
     values = initial_states(spec)
 
-    def part() -> dict[str, Any] | None:
+    def own() -> dict[str, Any] | None:
         """Write the file of this worker's units."""
         if not _writes(model):
             return None
@@ -188,20 +188,20 @@ def write(
         """Name these files in the manifest."""
         if not world_of(model.process_group).is_main_process:
             return
-        parts = [found for found in written if found is not None]
-        file_of = {unit: index for index, found in enumerate(parts) for unit in found["units"]}
+        entries = [found for found in written if found is not None]
+        file_of = {unit: index for index, found in enumerate(entries) for unit in found["units"]}
         changed = dataclasses.replace(
             read_manifest(directory).section(model.name),
             optimizer=spec,
             num_servers=1,
-            files=tuple(FileEntry(**found["file"]) for found in parts),
+            files=tuple(FileEntry(**found["file"]) for found in entries),
             slices_in=tuple(file_of[s.unit] for s in model.spec.plan(1).numbered),
             others=(),
         )
         write_manifest(directory, changed)
 
     with _checkpoint(model, _WRITTEN) as directory:
-        written = model.runtime.masters.together(_WRITTEN, part)
+        written = model.runtime.masters.together(_WRITTEN, own)
         model.runtime.masters.together(_WRITTEN, complete)
         model.runtime.load(directory, optimizer)
 

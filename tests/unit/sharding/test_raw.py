@@ -7,7 +7,7 @@ import pytest
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, Unit, build_unit, first_difference
-from axon_ps.sharding.moves import Move, Places
+from axon_ps.sharding.moves import Move, TensorSources
 from axon_ps.sharding.plan import Slice
 from axon_ps.sharding.raw import encoded_as, put, stored, tensor_of, words_with
 from axon_ps.types import ELEMENTS, Array, DType
@@ -71,7 +71,7 @@ def restored(target: Unit, source: Unit, values: Array, cuts: tuple[int, ...]) -
     found = np.full(target.numel, 0.0 if target.raw else np.nan, np.float32)
     for begin, end in zip((0, *cuts), (*cuts, target.numel), strict=True):
         s = Slice(unit=0, server=0, begin=begin, end=end)
-        for move in Places(Layout(units=(source,))).moves_into(s, Layout(units=(target,))):
+        for move in TensorSources(Layout(units=(source,))).moves_into(s, Layout(units=(target,))):
             carry_out(move, values, found[begin:end], begin)
     return found
 
