@@ -186,7 +186,7 @@ def estimate(
         world_size: workers.
         retained_bytes: FULL_SHARD: frozen units that stay in memory.
     """
-    total, trainable = sum(u.numel for u in units), sum(u.trainable_numel for u in units)  # of this worker
+    total, trainable = layout.numel, layout.trainable_numel
     inner = units[1:]
     one = max((u.numel for u in inner), default=0)
     budget = 2 * max((u.numel + u.retained_numel for u in inner), default=0)
@@ -210,7 +210,7 @@ def estimate(
     else:
         params = prefetched + retained_bytes
     return FSDPMemoryStats(
-        total_params=layout.numel,
+        total_params=total,
         param_memory_bytes=params,
         grad_memory_bytes=grads,
         optim_memory_bytes=optim,
