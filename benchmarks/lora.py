@@ -56,15 +56,17 @@ def parse() -> argparse.Namespace:
 def theory_mib(side: str, options: argparse.Namespace) -> tuple[float, float]:
     """Return the MiB that a worker's card has to receive and send in a step.
 
-    FSDP2 and ZeRO-3 gather the base and the adapters for forward and again for backward, and reduce-scatter gradients:
-    3/4 of these bytes each way. A worker of axon_ps receives the adapters and sends their gradients.
+    FSDP2 gathers the base and the adapters for forward and again for backward, ZeRO-3 once, as it retains up to 10^9
+    parameters. Both reduce-scatter gradients. A host carries 3/4 of these bytes each way. A worker of axon_ps receives
+    the adapters and sends their gradients.
     """
     kind, quantised = SIDES[side]
     base = 2 * options.blocks * options.width**2 * (0.5 if quantised else 2.0)
     adapters = 2 * options.blocks * 2 * RANK * options.width * 2.0
     if kind == "axon":
         return adapters / MIB, adapters / MIB
-    moved = (WORKERS - 1) / WORKERS * (2 * (base + adapters) + adapters)
+    gathers = 1 if kind == "zero3" else 2
+    moved = (WORKERS - 1) / WORKERS * (gathers * (base + adapters) + adapters)
     return moved / MIB, moved / MIB
 
 

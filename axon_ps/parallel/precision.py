@@ -110,10 +110,10 @@ def view_of(values: torch.Tensor, parameter: Parameter) -> torch.Tensor:
 
     See `sharding.layout`, Note: [Raw parameters].
     """
-    part = values[parameter.offset : parameter.end]
+    own = values[parameter.offset : parameter.end]
     if parameter.raw:
-        part = part.view(torch.uint8)[: parameter.nbytes].view(TORCH_DTYPES[parameter.dtype])
-    return part.view(parameter.shape)
+        own = own.view(torch.uint8)[: parameter.nbytes].view(TORCH_DTYPES[parameter.dtype])
+    return own.view(parameter.shape)
 
 
 def views_of(values: torch.Tensor, unit: Unit) -> list[torch.Tensor]:

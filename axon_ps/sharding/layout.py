@@ -32,7 +32,7 @@ from typing import Final
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import DType
 
-WORD_BYTES: Final = 4
+ELEMENT_BYTES: Final = 4
 """Bytes of an element of a unit of raw parameters."""
 
 _ALIGN_BYTES: Final = 16
@@ -91,7 +91,7 @@ class Parameter:
     @cached_property
     def numel(self) -> int:
         """Elements of its unit: those of the tensor; of a raw one, the words that it takes."""
-        return -(-self.nbytes // _ALIGN_BYTES) * (_ALIGN_BYTES // WORD_BYTES) if self.raw else self.count
+        return -(-self.nbytes // _ALIGN_BYTES) * (_ALIGN_BYTES // ELEMENT_BYTES) if self.raw else self.count
 
     @property
     def end(self) -> int:

@@ -12,7 +12,7 @@ from typing import Final
 
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.layout import WORD_BYTES
+from axon_ps.sharding.layout import ELEMENT_BYTES
 from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.types import OptimizerSpec
 
@@ -36,7 +36,7 @@ def slice_bytes(spec: JobSpec, moments: int, num_cuts: int, *, replicas: int = 1
     residual = spec.precision.param_compression is not None
     wire_bytes = spec.precision.param.itemsize
     trainable = _F32_BYTES * (1 + accumulators + moments + residual) + wire_bytes
-    frozen = {False: _F32_BYTES + wire_bytes, True: WORD_BYTES}  # raw ones have no frames
+    frozen = {False: _F32_BYTES + wire_bytes, True: ELEMENT_BYTES}  # raw ones have no frames
     known = spec.sizes.get((trainable, num_cuts))
     if known is None:
         known = spec.sizes[trainable, num_cuts] = tuple(

@@ -43,7 +43,7 @@ class Move:
         if self.converts is None:
             return begin, end
         source, _ = self.converts
-        begin, end = raw.words_with(source, begin, end)
+        begin, end = raw.range_with(source, begin, end)
         return source.offset + begin, source.offset + end
 
     def read_from(self, begin: int, end: int) -> Iterator[Move]:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from axon_ps.sharding.layout import WORD_BYTES, Parameter
+from axon_ps.sharding.layout import ELEMENT_BYTES, Parameter
 from axon_ps.types import WIRE_DTYPES, Array, DType
 
 
 def tensor_of(values: Array, parameter: Parameter) -> Array:
     """Return the view of one parameter in the array of its unit, in its shape; of a raw one in its own dtype."""
-    part = values[parameter.offset : parameter.end]
+    own = values[parameter.offset : parameter.end]
     if parameter.raw:
-        part = part.view(np.uint8)[: parameter.nbytes].view(parameter.dtype.numpy)
-    return part.reshape(parameter.shape)
+        own = own.view(np.uint8)[: parameter.nbytes].view(parameter.dtype.numpy)
+    return own.reshape(parameter.shape)
 
 
 def elements_in(parameter: Parameter, begin: int, end: int) -> tuple[int, int]:
@@ -34,16 +34,16 @@ def elements_in(parameter: Parameter, begin: int, end: int) -> tuple[int, int]:
     if not parameter.raw:
         return begin, end
     itemsize = parameter.dtype.itemsize
-    last = min(-(-end * WORD_BYTES // itemsize), parameter.count)
-    return min(begin * WORD_BYTES // itemsize, last), last
+    last = min(-(-end * ELEMENT_BYTES // itemsize), parameter.count)
+    return min(begin * ELEMENT_BYTES // itemsize, last), last
 
 
-def words_with(parameter: Parameter, first: int, last: int) -> tuple[int, int]:
+def range_with(parameter: Parameter, first: int, last: int) -> tuple[int, int]:
     """Return the range of the unit, counted from the parameter's first element, that has elements [first, last)."""
     if not parameter.raw:
         return first, last
     itemsize = parameter.dtype.itemsize
-    return first * itemsize // WORD_BYTES, -(-last * itemsize // WORD_BYTES)
+    return first * itemsize // ELEMENT_BYTES, -(-last * itemsize // ELEMENT_BYTES)
 
 
 def numbers_of(values: Array, parameter: Parameter, begin: int, first: int, last: int) -> Array:
@@ -58,9 +58,9 @@ def numbers_of(values: Array, parameter: Parameter, begin: int, first: int, last
     """
     if not parameter.raw:
         return values[first - begin : last - begin]
-    itemsize, skipped = parameter.dtype.itemsize, begin * WORD_BYTES
-    part = values.view(np.uint8)[first * itemsize - skipped : last * itemsize - skipped]
-    return _decoded(part.view(parameter.dtype.numpy), parameter.dtype)
+    itemsize, skipped = parameter.dtype.itemsize, begin * ELEMENT_BYTES
+    own = values.view(np.uint8)[first * itemsize - skipped : last * itemsize - skipped]
+    return _decoded(own.view(parameter.dtype.numpy), parameter.dtype)
 
 
 def stored(values: Array, source: Parameter, begin: int, first: int, last: int, target: Parameter) -> Array:
@@ -71,7 +71,7 @@ def stored(values: Array, source: Parameter, begin: int, first: int, last: int, 
         target: the parameter that they are to be elements of. Either both have one dtype, or floating-point ones.
     """
     if source.raw and target.raw and source.dtype is target.dtype:
-        itemsize, skipped = source.dtype.itemsize, begin * WORD_BYTES
+        itemsize, skipped = source.dtype.itemsize, begin * ELEMENT_BYTES
         return values.view(np.uint8)[first * itemsize - skipped : last * itemsize - skipped]
     numbers = numbers_of(values, source, begin, first, last)
     encoded: Array = encoded_as(numbers, target.dtype) if target.raw else numbers
@@ -88,8 +88,8 @@ def put(found: Array, parameter: Parameter, first: int, out: Array, begin: int) 
         out: f32[m], a part of its unit.
         begin: the element of the unit with which `out` begins.
     """
-    itemsize = parameter.dtype.itemsize if parameter.raw else WORD_BYTES
-    data, at = out.view(np.uint8), (parameter.offset - begin) * WORD_BYTES + first * itemsize
+    itemsize = parameter.dtype.itemsize if parameter.raw else ELEMENT_BYTES
+    data, at = out.view(np.uint8), (parameter.offset - begin) * ELEMENT_BYTES + first * itemsize
     skipped = max(0, -at)
     taken = found[skipped : skipped + max(0, data.size - at - skipped)]
     data[at + skipped : at + skipped + taken.size] = taken

@@ -149,7 +149,7 @@ class OpenSlices:
         for row, first in itertools.product(range(move.rows), range(0, move.numel, BLOCK_NUMEL)):
             at = move.source_begin + row * move.source_step + first
             last = at + min(BLOCK_NUMEL, move.numel - first)
-            low, high = raw.words_with(source, at, last)
+            low, high = raw.range_with(source, at, last)
             values = np.empty(high - low, np.float32)
             run = Move(
                 source_unit=move.source_unit, source_begin=source.offset + low, unit=0, begin=0, numel=high - low

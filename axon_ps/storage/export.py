@@ -17,7 +17,7 @@ from safetensors import deserialize
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import LongWork
 from axon_ps.sharding import raw
-from axon_ps.sharding.layout import WORD_BYTES, Parameter
+from axon_ps.sharding.layout import ELEMENT_BYTES, Parameter
 from axon_ps.sharding.moves import TensorSources
 from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.contents import BLOCK_NUMEL, OpenSlices, open_slices, read_attached
@@ -185,7 +185,7 @@ def _values(source: OpenSlices, origin: TensorSources, tensor: Parameter, dtype:
         for move in origin.moves_of(0, tensor, begin, begin + values.size):
             source.copy(move, values, begin)
         if tensor.raw and dtype is tensor.dtype:
-            yield values.view(np.uint8)[: tensor.nbytes - begin * WORD_BYTES]
+            yield values.view(np.uint8)[: tensor.nbytes - begin * ELEMENT_BYTES]
         else:
             elements = raw.elements_in(tensor, begin, begin + values.size)
             yield raw.encoded_as(raw.numbers_of(values, tensor, begin, *elements), dtype)

@@ -315,7 +315,7 @@ class SimulatedWorker:
             began = view.latest
             for unit, u in enumerate(LAYOUT.units):
                 await self._gather(unit, np.full(u.numel, np.nan, np.float32))
-            if not self._in_replica():
+            if self.is_finished or not self._in_replica():
                 return
             ticket = steps.ticket(began)
         except (MemberLost, StepAborted):  # cut off: until it has joined again there are no steps

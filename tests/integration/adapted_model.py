@@ -52,12 +52,12 @@ class Adapted(nn.Module):
         return x + torch.tanh(x @ self.dequantised().to(x.dtype).T) + x @ self.down.T @ self.up.T
 
 
-def build(base: Base) -> nn.Sequential:
+def build(base: Base, blocks: int = BLOCKS) -> nn.Sequential:
     """Return the model, the same every time."""
     head = nn.Linear(WIDTH, 2, bias=False)
     with torch.no_grad():
         head.weight.copy_(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(99)))
-    return nn.Sequential(*(Adapted(base, seed) for seed in range(BLOCKS)), head)
+    return nn.Sequential(*(Adapted(base, seed) for seed in range(blocks)), head)
 
 
 def batch(seed: int) -> torch.Tensor:

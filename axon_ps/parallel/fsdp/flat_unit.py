@@ -389,8 +389,8 @@ class FlatUnit:
     def fill(self, values: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy (and cast) values into `flat`."""
         self.allocate()
-        whole = self._computed is self.unit
-        pairs = [(self.flat, values)] if whole else zip(self._views, views_of(values, self.unit), strict=True)
+        is_cast = self._computed is not self.unit
+        pairs = [(self.flat, values)] if not is_cast else zip(self._views, views_of(values, self.unit), strict=True)
         with torch.no_grad():
             for target, given in pairs:
                 target.copy_(given, non_blocking=non_blocking)

@@ -72,7 +72,7 @@ class FullyShardedDataParallel(ModuleWrapper):
             multiple of G workers, each G of them by rank are a node.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
         retain_frozen: FULL_SHARD: frozen units stay in this worker's memory, and are gathered once. A step then moves
-            none of them. False = they are gathered for each use, as others are. See docs/lora.md for the memory.
+            none of them. False = they are gathered for each use, as others are. See docs/frozen.md for the memory.
         param_init_fn: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
         plan_options: the sizes in which units are cut; None = chunks of about 2^18 elements (2^19 if all values are
             sent compressed), of a length that cuts the largest units evenly.

@@ -8,7 +8,8 @@ Note: [Memory]
     trips are long, the bytes that fill the connections to the servers for a round trip (`shard.client.line`). Backward
     first needs the units that forward used last. They are not resharded in between if they fit, and so are not gathered
     twice. Frozen units that are retained in other memory (`wrap`, Note: [Frozen parameters stay]) and all others are
-    counted apart for that. So an adapter is gathered once in a step, although the weights that it adapts do not fit.
+    counted apart for that, and the others have an eighth of the retained bytes in addition. So adapters are gathered
+    once in a step, although the weights that they adapt do not fit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool
+from axon_ps.parallel.fsdp.stats import RETAINED_PER_BYTE
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.markers import Markers
 
@@ -114,7 +116,9 @@ class UnitGathering:
         self._counters = wrapping.counters
         self._eager = wrapping.prefetch and not wrapping.replicated
         self._least_bytes = BUFFERS * max((u.nbytes for u in units[1:]), default=units[0].nbytes)
-        self._budget_bytes = self._least_bytes
+        retained_bytes = sum(flat.wire_bytes for unit in units for flat in unit.flats if flat.retained)
+        self._beside_retained_bytes = retained_bytes // RETAINED_PER_BYTE
+        self.extend(0)
         self._orders = _first_orders(len(units))
         self._finished: list[ModuleUnit] = []  # units with which backward seems to be done
         self.training = True
@@ -122,7 +126,7 @@ class UnitGathering:
 
     def extend(self, extra_bytes: int) -> None:
         """Extend the budget before it is needed. See Note: [Memory]."""
-        self._budget_bytes = self._least_bytes + extra_bytes
+        self._budget_bytes = self._least_bytes + self._beside_retained_bytes + extra_bytes
         self._buffers.extend(extra_bytes)
 
     # ------------------------------------------------------------------ use
@@ -221,7 +225,7 @@ class UnitGathering:
             upcoming: the numbers of the next ones.
             retained: True to count only frozen units that are retained, False to count only the others.
         """
-        free_bytes = self._budget_bytes
+        free_bytes = self._budget_bytes - (self._beside_retained_bytes if retained else 0)
         for number in dict.fromkeys(upcoming):
             other = self._units[number]
             counted = () if other.is_root else [f for f in other.flats if f.retained is retained]

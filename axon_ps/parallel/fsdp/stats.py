@@ -13,7 +13,7 @@ NO_SHARD        m·P, + c·(r + u) if computed in copies   m·T           s·T
 
 Raw parameters count as so many as take their bytes in compute. FULL_SHARD adds the bytes of frozen units that stay
 (`wrap`, Note: [Frozen parameters stay]). Those that are not cast are not in r, and the others of as many units stay as
-fit into 2u.
+fit into 2u and an eighth of these bytes.
 
 Values come into buffers where they are cast, decompressed, or copied to a GPU. A unit with frozen parameters is
 resharded one unit later in backward. This adds c·u to the rows with c·(r + u). Under SHARD_GRAD_OP with buffers it adds
@@ -31,6 +31,10 @@ from axon_ps.sharding.layout import Layout
 from axon_ps.types import StepResult
 
 MIB = 1 << 20
+
+RETAINED_PER_BYTE = 8
+"""Bytes of frozen units that stay, for each byte that trainable ones may take in addition until backward."""
+
 _F32_BYTES = 4 * 4
 """Bytes of a parameter: its value, gradient and two moments."""
 
@@ -186,10 +190,13 @@ def estimate(
         world_size: workers.
         retained_bytes: FULL_SHARD: frozen units that stay in memory.
     """
-    total, trainable = layout.numel, layout.trainable_numel
+    total = sum(u.numel + u.retained_numel for u in units)  # of this worker
+    trainable = sum(u.trainable_numel for u in units)
     inner = units[1:]
     one = max((u.numel for u in inner), default=0)
-    budget = 2 * max((u.numel + u.retained_numel for u in inner), default=0)
+    budget = 2 * max((u.numel + u.retained_numel for u in inner), default=0) + (
+        retained_bytes // RETAINED_PER_BYTE // compute_bytes
+    )
     prefetched = compute_bytes * (units[0].numel + min(budget, sum(u.numel for u in inner)))
     frozen = max((u.frozen_numel for u in inner), default=0)
     copies = prefetched if frozen else compute_bytes * (units[0].numel + one)
@@ -210,7 +217,7 @@ def estimate(
     else:
         params = prefetched + retained_bytes
     return FSDPMemoryStats(
-        total_params=total,
+        total_params=layout.count,
         param_memory_bytes=params,
         grad_memory_bytes=grads,
         optim_memory_bytes=optim,

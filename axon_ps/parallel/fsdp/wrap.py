@@ -17,7 +17,7 @@ Note: [Frozen parameters stay]
     FULL_SHARD too (`Wrapping.retains`). If gathered values are those that parameters compute with, the unit stays
     unsharded. If they are cast or copied to a GPU, a copy in host memory stays, in the wire dtype. A unit that is
     mapped in the memory of a server of this host takes no memory of the worker. With `retain_frozen=False` frozen units
-    come and go as others do.
+    come and go as others do. With `CPUOffload.PARAMS` all units have host copies, and this does not apply.
 
 Parameters have the names that state dicts have, without torch's wrappers for activation checkpointing. A model that
 cannot be sharded is refused here, before any other process is told of it. The error names the parameter and a remedy.
@@ -152,7 +152,8 @@ class Wrapping:
 
     def retains(self, unit: Unit) -> bool:
         """Return True if a unit stays although the strategy reshards it; see Note: [Frozen parameters stay]."""
-        return self.retain_frozen and not unit.trainable and self.strategy is ShardingStrategy.FULL_SHARD
+        reshards = self.strategy is ShardingStrategy.FULL_SHARD and not self.offload.offloads_params
+        return self.retain_frozen and reshards and not unit.trainable
 
     @property
     def replicated(self) -> bool:

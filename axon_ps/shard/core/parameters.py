@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from axon_ps.errors import Misuse
+from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.shard.core.slices import OwnedSlice, OwnedSlices
 from axon_ps.types import Array, DType
 
@@ -184,6 +184,12 @@ class ServedParameters:
 
         Raises:
             SliceMoved: its values are corrupt.
+            InvalidRequest: they are words of raw parameters, and the dtype is not F32.
         """
+        if owned.raw and dtype is not DType.F32:
+            raise InvalidRequest(
+                f"unit {owned.chunks.unit} consists of raw parameters, and was requested as {dtype.value}; its words "
+                "are sent as f32"
+            )
         self._counters["encodings"] += 1
         return owned.encode(index, dtype)

@@ -64,8 +64,7 @@ class OwnedSlice:
         allocate: makes the memory of the first accumulator; None = ordinary memory, as for the others.
 
     Attributes:
-        number: as given.
-        precision: as given.
+        number, precision: as given.
         raw: whether its elements are words of raw parameters, which are never cast.
         primary: whether this server is its primary; else it is a backup.
         copying: whether this server is still receiving its values from the primary.
@@ -110,8 +109,7 @@ class OwnedSlice:
         self.copied = 0
         self.change: SliceChange | None = None
         self.arriving = ArrivingValues(self.chunks)
-        self.precision = precision
-        self.raw = unit.raw
+        self.precision, self.raw = precision, unit.raw
         self.replicated = False
         self.digest: int | None = None
         self.corruptions: list[Corruption] = []
@@ -144,10 +142,7 @@ class OwnedSlice:
 
     @property
     def serves(self) -> bool:
-        """True if an update makes a wire copy.
-
-        That of a backup or of raw parameters makes one only if workers map it or parameters are compressed.
-        """
+        """True if an update makes a wire copy: not of a backup or raw, unless it is mapped or compressed."""
         return (self.primary and not self.raw) or self.wire.mapped is not None or self.wire.compressed
 
     def memory(self) -> dict[str, int]:
@@ -258,13 +253,7 @@ class OwnedSlice:
 
         Raises:
             SliceMoved: its values are corrupt.
-            InvalidRequest: they are words of raw parameters, and the dtype is not F32.
         """
-        if self.raw and dtype is not DType.F32:
-            raise InvalidRequest(
-                f"unit {self.chunks.unit} consists of raw parameters, and was requested as {dtype.value}; its words "
-                "are sent as f32"
-            )
         self.check_values(index, index + 1)
         return self.wire.encode_as(dtype, index, self.changed, self.master.values[self.chunks.ranges[index]])
 

@@ -227,7 +227,7 @@ POSSIBLE = [
     torch.tensor(0.5),
     torch.ones(3),
 ]
-IMPOSSIBLE = [
+UNTRAINABLE = [
     torch.ones(2, dtype=torch.float64),
     torch.tensor(0.5, dtype=torch.float64),
     torch.ones(2, dtype=torch.int8),
@@ -251,25 +251,25 @@ def test_a_parameter_of_any_shape_trains_as_in_torch(
     check_same(model, reference)
 
 
-@pytest.mark.parametrize("param", IMPOSSIBLE, ids=lambda p: f"{p.dtype} {list(p.shape)}")
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("param", UNTRAINABLE, ids=lambda p: f"{p.dtype} {list(p.shape)}")
 @every_strategy
-def test_a_dtype_that_cannot_be_sharded_is_refused_and_works_where_the_message_says(
-    strategy: ShardingStrategy, param: Tensor
+def test_a_frozen_parameter_of_a_dtype_that_cannot_train_is_sharded_or_ignored(
+    strategy: ShardingStrategy, param: Tensor, ignored: bool
 ) -> None:
-    with pytest.raises(
-        InvalidRequest, match=rf"'extra' has dtype {param.dtype}; .*register_buffer.*ignored_parameters"
-    ):
-        wrapped(Extra(param), strategy)
     module, reference = Extra(param), Extra(param)
-    model = wrapped(module, strategy, ignored_parameters=[module.extra])
-    with pytest.raises(
-        InvalidRequest, match=r"'extra' is one of the model's ignored_parameters.*sharded_parameters\(\)"
-    ):
-        SGD(model.parameters(), lr=0.1)
-    train(model, SGD(model.sharded_parameters(), lr=0.1))
+    model = wrapped(module, strategy, ignored_parameters=[module.extra] if ignored else [])
+    if ignored:
+        with pytest.raises(
+            InvalidRequest, match=r"'extra' is one of the model's ignored_parameters.*sharded_parameters\(\)"
+        ):
+            SGD(model.parameters(), lr=0.1)
+    train(model, SGD(model.sharded_parameters() if ignored else model.parameters(), lr=0.1))
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     ours, theirs = model.state_dict(), reference.state_dict()
-    assert torch.equal(ours.pop("extra"), theirs.pop("extra"))
+    extra = ours.pop("extra")
+    assert extra.dtype is param.dtype
+    assert torch.equal(extra, theirs.pop("extra"))
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
 

@@ -92,7 +92,7 @@ def node(do: Callable[[NodeSteps, ShardSteps, int], Any], size: int = 3) -> list
             steps,  # type: ignore[arg-type]
             MockGroups(data, control),
             SPEC,
-            DType.F32,
+            [DType.F32] * len(SPEC.layout.units),
             2,
             meter=Meter(),
         )
@@ -324,7 +324,8 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
         pairs = [(groups_of[i][rank], groups_of[i + 1][rank]) for i in (0, 2)]
         groups = TwoGroups(*pairs[0], others=pairs[1])
         device = torch.device("cpu") if on_device else None
-        mine = NodeSteps(steps, groups, SPEC, DType.F32, 2, device=device, meter=Meter())  # type: ignore[arg-type]
+        wires = [DType.F32] * len(SPEC.layout.units)
+        mine = NodeSteps(steps, groups, SPEC, wires, 2, device=device, meter=Meter())  # type: ignore[arg-type]
         try:
             results[rank] = [step(mine, steps, groups, moment) for moment in (when, "", "")]
         except Exception as error:

@@ -21,6 +21,7 @@ from axon_ps.parallel import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
+    estimate,
     fully_shard,
     load_weights,
     sharded_model,
@@ -275,6 +276,31 @@ def test_a_step_of_adapters_moves_their_bytes_and_none_of_the_base(face: str, ba
         assert frozen_bits(whole.state_dict()) == frozen_bits(build(base).state_dict())
 
     run_threads(run, 3, shards=2)
+
+
+@pytest.mark.parametrize("blocks", [2, 16, 40])
+def test_a_step_gathers_and_takes_what_was_estimated(blocks: int) -> None:
+    """Adapters that fit into two units and an eighth of the base are gathered once; others are gathered twice."""
+
+    def run(world: World) -> tuple[int, int, Any, float, int]:
+        expected = estimate(build("bf16", blocks), world, unit_types={Adapted}).of(ShardingStrategy.FULL_SHARD)
+        model = FSDP(build("bf16", blocks), world, unit_types={Adapted}, prefetch=False)
+        optimizer = AdamW(model, lr=1e-3)
+        counted: list[int] = []
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counted.append(int(model.statistics()["wire_bytes_in"]))
+        peak = model.statistics()["peak_param_memory_bytes"]
+        adapters, estimated = adapter_bytes(build("bf16", blocks)), model.memory_estimate().param_memory_bytes
+        return counted[2] - counted[1], adapters, expected, peak, estimated
+
+    results = run_threads(run, 2)
+    received, adapters, expected, peak, estimated = results[0]
+    assert sum(result[0] for result in results) == expected.received_bytes
+    assert peak == pytest.approx(estimated, rel=0.1)
+    assert received == adapters if blocks < 40 else received > adapters
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])

@@ -15,7 +15,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import FullTensor, Layout, Parameter, Unit, build_unit
 from axon_ps.sharding.moves import Move, TensorSources
 from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
-from axon_ps.sharding.raw import encoded_as, put, stored, tensor_of, words_with
+from axon_ps.sharding.raw import encoded_as, put, range_with, stored, tensor_of
 from axon_ps.types import ELEMENTS, Array, DType
 
 F32 = DType.F32
@@ -137,7 +137,7 @@ def carry_out(move: Move, values: Array, out: Array, begin: int) -> None:
             out[at - begin : at - begin + move.numel] = values[first : first + move.numel]
             continue
         source, target = move.converts
-        words, end = words_with(source, first, first + move.numel)
+        words, end = range_with(source, first, first + move.numel)
         read = values[source.offset + words : source.offset + end]
         put(stored(read, source, words, first, first + move.numel, target), target, at, out, begin)
 

@@ -9,7 +9,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, Unit, build_unit, first_difference
 from axon_ps.sharding.moves import Move, TensorSources
 from axon_ps.sharding.plan import Slice
-from axon_ps.sharding.raw import encoded_as, put, stored, tensor_of, words_with
+from axon_ps.sharding.raw import encoded_as, put, range_with, stored, tensor_of
 from axon_ps.types import ELEMENTS, Array, DType
 from axon_ps.wire import codec
 
@@ -61,7 +61,7 @@ def carry_out(move: Move, values: Array, out: Array, begin: int) -> None:
             out[at - begin : at - begin + move.numel] = values[first : first + move.numel]
             continue
         source, target = move.converts
-        words, end = words_with(source, first, first + move.numel)
+        words, end = range_with(source, first, first + move.numel)
         read = values[source.offset + words : source.offset + end]
         put(stored(read, source, words, first, first + move.numel, target), target, at, out, begin)
 

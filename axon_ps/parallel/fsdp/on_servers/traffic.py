@@ -9,8 +9,8 @@ SHARD_GRAD_OP   G·w·T                                         G·g·T
 HYBRID_SHARD    w·T                                           g·T
 
 Raw parameters have bytes of their own in place of w. If frozen units stay (`wrap`, Note: [Frozen parameters stay]),
-FULL_SHARD gathers only trainable ones, and b is as many of the last ones as fit into twice the largest unit. A server
-on the same host takes its part without the network.
+FULL_SHARD gathers only trainable ones, and b is as many of the last ones as fit into twice the largest unit and an
+eighth of the frozen ones. A server on the same host takes its part without the network.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.arguments import Arguments, understood
 from axon_ps.parallel.fsdp.gathering import BUFFERS
+from axon_ps.parallel.fsdp.stats import RETAINED_PER_BYTE
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
-from axon_ps.sharding.layout import WORD_BYTES
+from axon_ps.sharding.layout import ELEMENT_BYTES
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Member, Membership
 from axon_ps.worker.world import World
@@ -151,11 +152,12 @@ def traffic(
     pulled, pushed = param_bytes * trainable, precision.grad.itemsize * trainable
     by_unit, gathered = Counter[str](), Counter[str]()
     for wrapped in units:
-        size_bytes = wrapped.unit.numel * (WORD_BYTES if wrapped.unit.raw else param_bytes)
+        size_bytes = wrapped.unit.numel * (ELEMENT_BYTES if wrapped.unit.raw else param_bytes)
         by_unit[wrapped.owner] += size_bytes
         gathered[wrapped.owner] += size_bytes if wrapped.unit.trainable or not retains else 0
-    kept_bytes = _kept_bytes([(by_unit[o], gathered[o]) for o in by_unit if o])
-    twice = 2 * gathered.total() - gathered[""] - kept_bytes
+    retained_bytes = by_unit.total() - gathered.total()
+    staying_bytes = _staying_bytes([(by_unit[o], gathered[o]) for o in by_unit if o], retained_bytes)
+    twice = 2 * gathered.total() - gathered[""] - staying_bytes
     rows = {
         _FULL: (workers * (pulled if offloads else twice), workers * pushed),
         ShardingStrategy.SHARD_GRAD_OP: (workers * pulled, workers * pushed),
@@ -167,16 +169,17 @@ def traffic(
     )
 
 
-def _kept_bytes(inner: Sequence[tuple[int, int]]) -> int:
+def _staying_bytes(inner: Sequence[tuple[int, int]], retained_bytes: int) -> int:
     """Return the bytes that stay from forward to backward.
 
     Args:
         inner: by unit beside the root, its bytes, and those of them that are gathered in each step.
+        retained_bytes: those that are not.
     """
-    gathered = [size_bytes for _, size_bytes in inner]
-    if all(size_bytes == of_step for size_bytes, of_step in inner):
+    gathered = [of_step for _, of_step in inner]
+    if not retained_bytes:
         return sum(gathered[-BUFFERS:])
-    most_bytes = BUFFERS * max(size_bytes for size_bytes, _ in inner)
+    most_bytes = BUFFERS * max((size_bytes for size_bytes, _ in inner), default=0) + retained_bytes // RETAINED_PER_BYTE
     return max(total for total in accumulate(reversed(gathered), initial=0) if total <= most_bytes)
 
 
