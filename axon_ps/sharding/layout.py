@@ -12,12 +12,12 @@ Note: [Raw parameters]
     digests and checkpoints treat them as other frozen values, and the bits stay. A raw parameter begins at a multiple
     of 16 bytes, so that it can be viewed in any dtype. Its `numel` counts words, up to three of them unused.
 
-A parameter may be a *box* of a larger tensor, its *whole*: a part of the model that tensor parallelism cuts. Then the
-layout has all boxes of the whole. They are a grid, so each element of the whole is in exactly one box.
+A parameter may be a *box* of a larger tensor: a part of the model that tensor parallelism cuts. Then the layout has all
+boxes of that tensor. They are a grid, so each element is in exactly one box.
 
 Invariants of a `Layout`: unit and parameter names are unique (aliases included), offsets are the running sum of the
 numels, every parameter has at least one element, the parameters of a unit are all raw or none, and a unit of raw ones
-is frozen. Names of wholes and of parameters that are not boxes are unique.
+is frozen. Names of tensors with boxes and of parameters that are not boxes are unique.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ALIGN_BYTES: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class FullTensor:
     """The tensor that a parameter is a box of.
 
     Attributes:
@@ -67,7 +67,7 @@ class Parameter:
         dtype: its dtype in the user's model. Masters are always f32, except of raw parameters.
         aliases: further names of the same tensor (tied weights).
         raw: whether it is stored and sent as its bits. See Note: [Raw parameters].
-        whole: the tensor that it is a box of; None = it is a whole tensor.
+        full: the tensor that it is a box of; None = it is a whole tensor.
         float8: whether it travels as float8 with one scale (`compress.float8`). Then it is on one server.
     """
 
@@ -77,7 +77,7 @@ class Parameter:
     dtype: DType = DType.F32
     aliases: tuple[str, ...] = ()
     raw: bool = False
-    whole: Whole | None = None
+    full: FullTensor | None = None
     float8: bool = False
 
     @cached_property
@@ -101,9 +101,11 @@ class Parameter:
         return self.offset + self.numel
 
     @cached_property
-    def tensor(self) -> Whole:
+    def tensor(self) -> FullTensor:
         """The tensor that it is a box of. A whole tensor is the box that covers it."""
-        return self.whole or Whole(name=self.name, shape=self.shape, begin=(0,) * len(self.shape), aliases=self.aliases)
+        return self.full or FullTensor(
+            name=self.name, shape=self.shape, begin=(0,) * len(self.shape), aliases=self.aliases
+        )
 
     @property
     def box(self) -> tuple[slice, ...]:
@@ -226,12 +228,12 @@ class Layout:
         tensors: dict[str, Parameter] = {}
         home: dict[str, int] = {}
         for unit, p in self.parameters():
-            whole = p.tensor
-            if whole.name not in home:
-                tensors[whole.name] = Parameter(
-                    name=whole.name, shape=whole.shape, offset=0, dtype=p.dtype, aliases=whole.aliases, raw=p.raw
+            tensor = p.tensor
+            if tensor.name not in home:
+                tensors[tensor.name] = Parameter(
+                    name=tensor.name, shape=tensor.shape, offset=0, dtype=p.dtype, aliases=tensor.aliases, raw=p.raw
                 )
-            a, b = sorted((first_of(home.setdefault(whole.name, unit)), first_of(unit)))
+            a, b = sorted((first_of(home.setdefault(tensor.name, unit)), first_of(unit)))
             first[b] = a
         units: dict[int, list[int]] = {}
         for unit in range(len(self.units)):
@@ -255,56 +257,57 @@ class Layout:
 
 
 def _check_boxes(parameters: Sequence[Parameter]) -> None:
-    """Check that the boxes of each whole are a grid that covers it, and that tensors have unique names.
+    """Check that the boxes of each tensor are a grid that covers it, and that tensors have unique names.
 
     Raises:
         InvalidRequest: they are not, or have not.
     """
     boxes: dict[str, list[Parameter]] = {}
     for p in parameters:
-        if p.whole is not None:
-            boxes.setdefault(p.whole.name, []).append(p)
+        if p.full is not None:
+            boxes.setdefault(p.full.name, []).append(p)
     if not boxes:
         return
-    names = {name for p in parameters if p.whole is None for name in (p.name, *p.aliases)}
-    for of_whole in boxes.values():
-        first = of_whole[0].tensor
+    names = {name for p in parameters if p.full is None for name in (p.name, *p.aliases)}
+    for of_tensor in boxes.values():
+        first = of_tensor[0].tensor
         for name in (first.name, *first.aliases):
             if name in names:
                 raise InvalidRequest(f"tensor name {name!r} appears twice in the layout; names must be unique")
             names.add(name)
-        _check_grid(of_whole)
+        _check_grid(of_tensor)
 
 
 def _check_grid(boxes: Sequence[Parameter]) -> None:
-    first, whole = boxes[0], boxes[0].tensor
+    first, tensor = boxes[0], boxes[0].tensor
     for p in boxes:
         a, b = ((q.tensor.shape, q.tensor.aliases, q.dtype, q.raw) for q in (first, p))
         if a != b:
             raise InvalidRequest(
-                f"parameters {first.name!r} and {p.name!r} are boxes of {whole.name!r}, by one of shape "
-                f"{whole.shape}, dtype {first.dtype.value} and aliases {list(whole.aliases)}, and by the other of "
+                f"parameters {first.name!r} and {p.name!r} are boxes of {tensor.name!r}, by one of shape "
+                f"{tensor.shape}, dtype {first.dtype.value} and aliases {list(tensor.aliases)}, and by the other of "
                 f"{p.tensor.shape}, {p.dtype.value} and {list(p.tensor.aliases)}; they must agree"
             )
-        if not len(p.shape) == len(p.tensor.begin) == len(whole.shape):
+        if not len(p.shape) == len(p.tensor.begin) == len(tensor.shape):
             raise InvalidRequest(
-                f"parameter {p.name!r} of shape {p.shape} begins at {p.tensor.begin} of {whole.name!r}, whose shape is "
-                f"{whole.shape}; all three must have as many dimensions"
+                f"parameter {p.name!r} of shape {p.shape} begins at {p.tensor.begin} of {tensor.name!r}, whose shape "
+                f"is {tensor.shape}; all three must have as many dimensions"
             )
-    cuts = [sorted({p.tensor.begin[d] for p in boxes}) for d in range(len(whole.shape))]
-    ends = [dict(zip(cut, [*cut[1:], size], strict=True)) for cut, size in zip(cuts, whole.shape, strict=True)]
+    cuts = [sorted({p.tensor.begin[d] for p in boxes}) for d in range(len(tensor.shape))]
+    ends = [dict(zip(cut, [*cut[1:], size], strict=True)) for cut, size in zip(cuts, tensor.shape, strict=True)]
     for p in boxes:
         box = list(zip(p.tensor.begin, p.shape, ends, strict=True))
         if any(begin + size != end[begin] for begin, size, end in box):
             raise InvalidRequest(
-                f"parameter {p.name!r} is the box of shape {p.shape} at {p.tensor.begin} of {whole.name!r}, whose "
-                f"shape is {whole.shape}; the boxes of a tensor must be a grid, inside it, without gaps and overlaps"
+                f"parameter {p.name!r} is the box of shape {p.shape} at {p.tensor.begin} of {tensor.name!r}, whose "
+                f"shape is {tensor.shape}; the boxes of a tensor must be a grid, inside it, without gaps and overlaps"
             )
     wanted, found = math.prod(map(len, cuts)), len({p.tensor.begin for p in boxes})
     if not found == len(boxes) == wanted or any(cut[0] != 0 for cut in cuts):
         raise InvalidRequest(
-            f"tensor {whole.name!r} of shape {whole.shape} has {len(boxes)} boxes, which begin at {found} places; they "
-            f"must be a grid of {' x '.join(str(len(cut)) for cut in cuts)} boxes that covers it, each element once"
+            f"tensor {tensor.name!r} of shape {tensor.shape} has {len(boxes)} boxes, which begin at {found} places; "
+            f"they must be a grid of {' x '.join(str(len(cut)) for cut in cuts)} boxes that covers it, each element "
+            "once"
         )
 
 
@@ -347,8 +350,8 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
                 return f"parameter {p.name!r} is sent {sent[p.raw]} here and {sent[q.raw]} in the job"
             if p.aliases != q.aliases:
                 return f"parameter {p.name!r} is tied to {list(p.aliases)} here and to {list(q.aliases)} in the job"
-            if p.whole != q.whole:
-                return f"parameter {p.name!r} is {_place(p)} here and {_place(q)} in the job"
+            if p.full != q.full:
+                return f"parameter {p.name!r} is {_position(p)} here and {_position(q)} in the job"
             if p.float8 != q.float8:
                 ours_, theirs_ = ("float8" if travels else "other numbers" for travels in (p.float8, q.float8))
                 return f"parameter {p.name!r} travels as {ours_} here and as {theirs_} in the job"
@@ -359,9 +362,9 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
     return ""
 
 
-def _place(p: Parameter) -> str:
-    """Return in words the place of a parameter in its whole."""
-    if p.whole is None:
+def _position(p: Parameter) -> str:
+    """Return in words the position of a parameter in its tensor."""
+    if p.full is None:
         return "a whole tensor"
-    tied = f", tied to {list(p.whole.aliases)}," if p.whole.aliases else ""
-    return f"the box at {p.whole.begin} of {p.whole.name!r}{tied} of shape {p.whole.shape}"
+    tied = f", tied to {list(p.full.aliases)}," if p.full.aliases else ""
+    return f"the box at {p.full.begin} of {p.full.name!r}{tied} of shape {p.full.shape}"

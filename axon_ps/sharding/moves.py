@@ -1,8 +1,8 @@
 """The moves of elements from one layout to another: units made otherwise, tensors cut into other boxes. Pure.
 
-Tensors are matched by name. For a box of the new layout, each box of the old one that meets it gives what both have in
-common. That is a number of equal runs, which lie at equal distances in either unit. A whole tensor is a box, too. So
-for layouts without boxes there is one run, and neighbouring runs of several parameters are joined.
+Tensors are matched by name. A box of the new layout is filled from all boxes of the old layout that overlap with it.
+The elements that two boxes have in common are a number of equal runs, at equal distances in either unit. A whole tensor
+is a box, too. So for layouts without boxes there is one run, and neighbouring runs of several parameters are joined.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Move:
 
     def read_from(self, begin: int, end: int) -> Iterator[Move]:
         """Yield the parts that are read from elements [begin, end) of the source unit, three at most."""
-        return map(self._part, _within(self.source_begin, self.source_step, self, begin, end))
+        return map(self._cut, _within(self.source_begin, self.source_step, self, begin, end))
 
     def written_to(self, begin: int, end: int) -> Iterator[Move]:
         """Yield the parts that belong into elements [begin, end) of the unit, three at most."""
-        return map(self._part, _within(self.begin, self.step, self, begin, end))
+        return map(self._cut, _within(self.begin, self.step, self, begin, end))
 
-    def _part(self, part: tuple[int, int, int, int]) -> Move:
-        row, rows, skipped, numel = part
+    def _cut(self, cut: tuple[int, int, int, int]) -> Move:
+        row, rows, skipped, numel = cut
         return replace(
             self,
             source_begin=self.source_begin + row * self.source_step + skipped,
@@ -89,8 +89,8 @@ def _within(first: int, step: int, move: Move, begin: int, end: int) -> Iterator
         row += rows
 
 
-class Places:
-    """The places of the elements of tensors in a layout, as the source of moves.
+class TensorSources:
+    """The tensors of a layout, as the sources of moves.
 
     Args:
         layout: the old layout.
@@ -153,8 +153,8 @@ class Places:
                     shifted = replace(move, source_begin=q.offset + move.source_begin, begin=p.offset + move.begin)
                     yield from shifted.written_to(begin, end)
             elif p.raw and q.raw and p.dtype is q.dtype and _is_same(q, p):
-                whole = Move(source_unit=source_unit, source_begin=q.offset, unit=unit, begin=p.offset, numel=p.numel)
-                yield from whole.written_to(begin, end)
+                copied = Move(source_unit=source_unit, source_begin=q.offset, unit=unit, begin=p.offset, numel=p.numel)
+                yield from copied.written_to(begin, end)
             else:
                 elements = raw.elements_in(p, begin - p.offset, end - p.offset)
                 for move in _common(source_unit, q, unit, p):

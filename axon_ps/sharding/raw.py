@@ -89,10 +89,10 @@ def put(found: Array, parameter: Parameter, first: int, out: Array, begin: int) 
         begin: the element of the unit with which `out` begins.
     """
     itemsize = parameter.dtype.itemsize if parameter.raw else ELEMENT_BYTES
-    room, at = out.view(np.uint8), (parameter.offset - begin) * ELEMENT_BYTES + first * itemsize
+    data, at = out.view(np.uint8), (parameter.offset - begin) * ELEMENT_BYTES + first * itemsize
     skipped = max(0, -at)
-    taken = found[skipped : skipped + max(0, room.size - at - skipped)]
-    room[at + skipped : at + skipped + taken.size] = taken
+    taken = found[skipped : skipped + max(0, data.size - at - skipped)]
+    data[at + skipped : at + skipped + taken.size] = taken
 
 
 def encoded_as(numbers: Array, dtype: DType) -> Array:

@@ -8,10 +8,10 @@ FULL_SHARD      G·w·(2P - r - b); with PARAMS or int4 G·w·T   G·g·T
 SHARD_GRAD_OP   G·w·T                                         G·g·T
 HYBRID_SHARD    w·T                                           g·T
 
-Frozen units that stay are gathered once in a job, and the others may take an eighth of their bytes in addition. Raw parameters have bytes of their own in place of w.
-
-The units that stay fit together into `BUFFERS` times the largest one. These are the last two of equal units, or fewer
-if values are gathered into buffers. A server on the same host takes its part without the network.
+The last units fit together into `BUFFERS` times the largest one. These are the last two of equal units, or fewer if
+values are gathered into buffers. Frozen units that are retained are gathered once in a job, and the others may take an
+eighth of their bytes in addition. Raw parameters have bytes of their own in place of w. A server on the same host takes
+its part without the network.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class OpenSlices:
         unit = self.manifest.layout.units[move.source_unit]
         if not unit.trainable:
             return 0
-        s, _ = next(parts_of(self.manifest, move))
+        s, _ = next(cuts_of(self.manifest, move))
         return self.updates(s)[bisect_right(unit.parameters, move.source_begin, key=lambda p: p.offset) - 1]
 
     def read_into(self, s: Slice, begin: int, out: Array, name: str = PARAM) -> bool:
@@ -130,32 +130,32 @@ class OpenSlices:
         if move.converts is not None:
             self._convert(move, *move.converts, out, begin)
             return
-        for s, part in parts_of(self.manifest, move):
-            near = part.source_step - part.numel <= _GAP_NUMEL
-            together = max(1, (BLOCK_NUMEL - part.numel) // part.source_step + 1) if part.rows > 1 and near else 1
-            for first in range(0, part.rows, together):
-                rows = min(together, part.rows - first)
-                at, source = part.begin - begin + first * part.step, part.source_begin + first * part.source_step
+        for s, cut in cuts_of(self.manifest, move):
+            near = cut.source_step - cut.numel <= _GAP_NUMEL
+            together = max(1, (BLOCK_NUMEL - cut.numel) // cut.source_step + 1) if cut.rows > 1 and near else 1
+            for first in range(0, cut.rows, together):
+                rows = min(together, cut.rows - first)
+                at, source = cut.begin - begin + first * cut.step, cut.source_begin + first * cut.source_step
                 if rows == 1:
-                    self.read_into(s, source, out[at : at + part.numel], name)
+                    self.read_into(s, source, out[at : at + cut.numel], name)
                     continue
-                values = np.empty((rows - 1) * part.source_step + part.numel, np.float32)
+                values = np.empty((rows - 1) * cut.source_step + cut.numel, np.float32)
                 if self.read_into(s, source, values, name):
-                    runs = _runs(values, part.source_step, rows, part.numel)
-                    _runs(out[at:], part.step, rows, part.numel)[:] = runs
+                    runs = _runs(values, cut.source_step, rows, cut.numel)
+                    _runs(out[at:], cut.step, rows, cut.numel)[:] = runs
 
     def _convert(self, move: Move, source: Parameter, target: Parameter, out: Array, begin: int) -> None:
         """Copy elements of a parameter that is raw here or there, run by run."""
         for row, first in itertools.product(range(move.rows), range(0, move.numel, BLOCK_NUMEL)):
             at = move.source_begin + row * move.source_step + first
             last = at + min(BLOCK_NUMEL, move.numel - first)
-            words, end = raw.range_with(source, at, last)
-            values = np.empty(end - words, np.float32)
+            low, high = raw.range_with(source, at, last)
+            values = np.empty(high - low, np.float32)
             run = Move(
-                source_unit=move.source_unit, source_begin=source.offset + words, unit=0, begin=0, numel=end - words
+                source_unit=move.source_unit, source_begin=source.offset + low, unit=0, begin=0, numel=high - low
             )
             self.copy(run, values, 0)
-            found = raw.stored(values, source, words, at, last, target)
+            found = raw.stored(values, source, low, at, last, target)
             raw.put(found, target, move.begin + row * move.step + first, out, begin)
 
     def open(self, file: int, slices: Collection[Slice], throttle: Throttle, work: LongWork | None) -> None:
@@ -196,11 +196,11 @@ def slices_of(manifest: Manifest, move: Move) -> Iterator[Slice]:
             yield s
 
 
-def parts_of(manifest: Manifest, move: Move) -> Iterator[tuple[Slice, Move]]:
+def cuts_of(manifest: Manifest, move: Move) -> Iterator[tuple[Slice, Move]]:
     """Yield the slices that a move without conversion reads from, each with the parts that are read from it."""
     for s in slices_of(manifest, move):
-        for part in move.read_from(s.begin, s.end):
-            yield s, part
+        for cut in move.read_from(s.begin, s.end):
+            yield s, cut
 
 
 def open_slices(

@@ -18,7 +18,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import LongWork
 from axon_ps.sharding import raw
 from axon_ps.sharding.layout import ELEMENT_BYTES, Parameter
-from axon_ps.sharding.moves import Places
+from axon_ps.sharding.moves import TensorSources
 from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.contents import BLOCK_NUMEL, OpenSlices, open_slices, read_attached
 from axon_ps.storage.files import FileStore, open_store
@@ -148,7 +148,7 @@ def write_exports(
         StorageFull: no space left for a file. Nothing of it remains.
         CheckpointError: a file could not be read or written.
     """
-    sizes, places = {}, Places(source.manifest.layout)
+    sizes, origin = {}, TensorSources(source.manifest.layout)
     for name, exports in files.items():
         with create_file(store, name, [e.tensor for e in exports], {"format": "pt"}, work=work) as writer:
             for export in exports:
@@ -156,7 +156,7 @@ def write_exports(
                     assert export.values is not None
                     writer.write(export.tensor.name, export.values)
                     continue
-                for values in _values(source, places, export.parameter, export.tensor.dtype):
+                for values in _values(source, origin, export.parameter, export.tensor.dtype):
                     writer.write(export.tensor.name, values)
         sizes[name] = writer.entry(name).bytes
     return sizes
@@ -178,11 +178,11 @@ def _written(parameter: Parameter, dtype: DType | None) -> DType:
     return parameter.dtype if dtype is None or (parameter.raw and not parameter.dtype.is_float) else dtype
 
 
-def _values(source: OpenSlices, places: Places, tensor: Parameter, dtype: DType) -> Iterator[Array]:
+def _values(source: OpenSlices, origin: TensorSources, tensor: Parameter, dtype: DType) -> Iterator[Array]:
     """Yield the elements of one whole tensor in order, as they are written, block by block."""
     for begin in range(0, tensor.numel, BLOCK_NUMEL):
         values = np.zeros(min(BLOCK_NUMEL, tensor.numel - begin), np.float32)
-        for move in places.moves_of(0, tensor, begin, begin + values.size):
+        for move in origin.moves_of(0, tensor, begin, begin + values.size):
             source.copy(move, values, begin)
         if tensor.raw and dtype is tensor.dtype:
             yield values.view(np.uint8)[: tensor.nbytes - begin * ELEMENT_BYTES]

@@ -15,7 +15,7 @@ from axon_ps.compress.compressor import Compressor
 from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.layout import Layout, Parameter, Unit, Whole
+from axon_ps.sharding.layout import FullTensor, Layout, Parameter, Unit
 from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, LocalSteps, Policy, Synchronous
@@ -144,12 +144,14 @@ def dtype_from_proto(number: int, *, blocks: bool = False, raw: bool = False) ->
     return dtype
 
 
-def _check_whole(whole: Whole) -> None:
-    for alias in whole.aliases:
+def _check_full_tensor(tensor: FullTensor) -> None:
+    for alias in tensor.aliases:
         name_from_proto(alias, "a tensor's alias")
 
 
-WHOLE: Final = Conversion(Whole, common_pb2.Whole, check=_check_whole, name=name_of("a tensor's name"))
+FULL_TENSOR: Final = Conversion(
+    FullTensor, common_pb2.FullTensor, check=_check_full_tensor, name=name_of("a tensor's name")
+)
 
 
 def placement_to_proto(placement: Placement) -> placement_pb2.Placement:
@@ -197,7 +199,7 @@ def layout_to_proto(layout: Layout) -> common_pb2.Layout:
                         offset=p.offset,
                         dtype=dtype_to_proto(p.dtype),
                         aliases=p.aliases,
-                        whole=None if p.whole is None else WHOLE.to_proto(p.whole),
+                        full=None if p.full is None else FULL_TENSOR.to_proto(p.full),
                         raw=p.raw,
                         float8=p.float8,
                     )
@@ -500,7 +502,7 @@ def _parameter(message: common_pb2.Parameter) -> Parameter:
         offset=message.offset,
         dtype=dtype_from_proto(message.dtype, raw=message.raw),
         aliases=tuple(name_from_proto(a, "a parameter's alias") for a in message.aliases),
-        whole=WHOLE.from_proto(message.whole) if message.HasField("whole") else None,
+        full=FULL_TENSOR.from_proto(message.full) if message.HasField("full") else None,
         raw=message.raw,
         float8=message.float8,
     )

@@ -22,7 +22,7 @@ from axon_ps.coordinator.core.kv import MAX_TOTAL_BYTES
 from axon_ps.errors import CheckpointError, InvalidRequest, again
 from axon_ps.optim.registry import initial_states
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.moves import Places
+from axon_ps.sharding.moves import TensorSources
 from axon_ps.sharding.plan import Slice
 from axon_ps.texts import value_of_json
 from axon_ps.types import BUFFERS
@@ -74,9 +74,9 @@ def _fitted(manifest: Manifest, specs: Mapping[str, JobSpec], wanted: Sequence[s
         if spec is None:
             raise InvalidRequest(f"the job has no model {name!r} to restore; it has {_named(specs)}")
         section = manifest.section(name, only=len(names) == 1 and (len(specs) == 1 or not manifest.name))
-        places = Places(section.layout)
+        origin = TensorSources(section.layout)
         for index, unit in enumerate(spec.layout.units):
-            places.moves_into(Slice(unit=index, server=0, begin=0, end=unit.numel), spec.layout)
+            origin.moves_into(Slice(unit=index, server=0, begin=0, end=unit.numel), spec.layout)
         committed.checked(section.committed)
         initial_states(section.optimizer)
         resumes.append(

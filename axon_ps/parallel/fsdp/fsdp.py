@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.checkpoints import groups, own_state
 from axon_ps.parallel.ddp import torch_arguments
@@ -167,7 +167,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         again: its result is of one version.
 
         Raises:
-            StepAborted: the parameters change faster than it can read them, since this worker is not a member.
+            StepAborted: the parameters change faster than it can read them, since this worker is not a member; or they
+                changed, and a replica is several workers of a mesh.
             Misuse: this process is a fork of a worker.
         """
         runtime, precision = self._runtime, self._wrapping.precision
@@ -182,6 +183,11 @@ class FullyShardedDataParallel(ModuleWrapper):
         output = precision.cast_output(output)
         hooks.after_root(runtime, output)
         if hooks.again(runtime):
+            if self._wrapping.lines is not None:
+                raise StepAborted(
+                    "the parameters changed during a forward, since the job went on without this worker's replica: it "
+                    "is not run again, because the other workers of the replica would have to run it, too"
+                )
             del given, options, output  # the next attempt needs the memory
             return self._run_gathered(inside, args, kwargs)
         return output

@@ -188,7 +188,8 @@ def estimate(
         world_size: workers.
         retained_bytes: FULL_SHARD: frozen units that stay in memory.
     """
-    total, trainable = sum(u.numel + u.retained_numel for u in units), layout.trainable_numel
+    total = sum(u.numel + u.retained_numel for u in units)  # of this worker
+    trainable = sum(u.trainable_numel for u in units)
     inner = units[1:]
     one = max((u.numel for u in inner), default=0)
     budget = 2 * max((u.numel + u.retained_numel for u in inner), default=0) + (

@@ -93,7 +93,8 @@ def check_sub_group(size: int, world_size: int, strategy: ShardingStrategy) -> N
         raise InvalidRequest(
             f"the group is a sub-group, of {size} of the world's {world_size} workers, and a step of {strategy.name} "
             "takes all workers of the world: the servers make it once every worker has sent its gradients. Pass the "
-            "world; or, along one axis of a mesh, use ShardingStrategy.NO_SHARD or DistributedDataParallel"
+            "world; or, along one axis of a mesh, call fully_shard(module, mesh=mesh['dp']), or use "
+            "ShardingStrategy.NO_SHARD or DistributedDataParallel"
         )
 
 

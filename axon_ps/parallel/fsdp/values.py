@@ -107,10 +107,10 @@ class WrappedValues:
                 flat = next(units)
                 for p in self._layout.units[unit].parameters:
                     value = view_of(flat, p)
-                    if p.whole is None:
+                    if p.full is None:
                         values[p.name] = value
                     else:
-                        values.setdefault(p.whole.name, value.new_empty(p.whole.shape))[p.box] = value
+                        values.setdefault(p.full.name, value.new_empty(p.full.shape))[p.box] = value
                 del flat, value
             for tensor in found.tensors:
                 yield tensor.name, values.pop(tensor.name)

@@ -155,7 +155,7 @@ def write(
     """
     values = initial_states(spec)
 
-    def part() -> dict[str, Any] | None:
+    def own() -> dict[str, Any] | None:
         """Write the file of this worker's units."""
         if not _writes(model):
             return None
@@ -182,13 +182,13 @@ def write(
         """Name these files in the manifest."""
         if not world_of(model.process_group).is_main_process:
             return
-        parts = [found for found in written if found is not None]
-        file_of = {unit: index for index, found in enumerate(parts) for unit in found["units"]}
+        entries = [found for found in written if found is not None]
+        file_of = {unit: index for index, found in enumerate(entries) for unit in found["units"]}
         changed = dataclasses.replace(
             read_manifest(directory).section(model.name),
             optimizer=spec,
             num_servers=1,
-            files=tuple(FileEntry(**found["file"]) for found in parts),
+            files=tuple(FileEntry(**found["file"]) for found in entries),
             slices_in=tuple(file_of[s.unit] for s in model.spec.plan(1).numbered),
             others=(),
         )
@@ -205,7 +205,7 @@ def write(
 
         try:
             directory = next(filter(None, model.runtime.masters.together(_WRITTEN, save)))
-            written = model.runtime.masters.together(_WRITTEN, part)
+            written = model.runtime.masters.together(_WRITTEN, own)
             model.runtime.masters.together(_WRITTEN, complete)
             model.runtime.load(directory, optimizer)
         except (CheckpointError, ConfigurationError) as error:

@@ -50,12 +50,12 @@ class Values:
         found: dict[str, Array] = {}
         for u, p in layout.parameters():
             values = tensor_of(self.units[u], p)
-            if p.whole is None:
+            if p.full is None:
                 found[p.name] = values
                 continue
-            if p.whole.name not in found:
-                found[p.whole.name] = np.empty(p.whole.shape, values.dtype)
-            found[p.whole.name][p.box] = values
+            if p.full.name not in found:
+                found[p.full.name] = np.empty(p.full.shape, values.dtype)
+            found[p.full.name][p.box] = values
         for array in found.values():
             array.flags.writeable = False
         return {tensor.name: found[tensor.name] for tensor in layout.tensors}

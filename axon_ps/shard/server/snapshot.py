@@ -26,7 +26,7 @@ from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.sharding.layout import Layout
-from axon_ps.sharding.moves import Move, Places
+from axon_ps.sharding.moves import Move, TensorSources
 from axon_ps.sharding.plan import Slice
 from axon_ps.storage.checkpoint import FileEntry, SafetensorsWriter, TensorSpec, create_file
 from axon_ps.storage.contents import PARAM, UPDATES, OpenSlices, open_slices, slices_of, tensor_name
@@ -186,9 +186,9 @@ def prepare(
             f"the checkpoint at {uri} is of version {manifest.version}; version {version} was ordered"
         )
     layout, slices = engine.spec.layout, engine.slices.copy()  # in a thread: the placement may change meanwhile
-    places = Places(manifest.layout)
+    origin = TensorSources(manifest.layout)
     moves = {
-        number: places.moves_into(Slice(unit=s.chunks.unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout)
+        number: origin.moves_into(Slice(unit=s.chunks.unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout)
         for number, s in slices.items()
     }
     needed = {s: None for of_slice in moves.values() for move in of_slice for s in slices_of(manifest, move)}
@@ -198,7 +198,7 @@ def prepare(
         work.total_bytes += sum(manifest.files[f].bytes for f in files)
         work.total_bytes += 4 * sum(owned.chunks.numel for owned in slices.values())
     source = open_slices(manifest, tuple(needed), work=work)
-    updates = {number: _updates(s, layout, source, places) for number, s in slices.items() if s.trainable}
+    updates = {number: _updates(s, layout, source, origin) for number, s in slices.items() if s.trainable}
     return Restore(source=source, moves=moves, updates=updates, initial=initial)
 
 
@@ -239,7 +239,7 @@ def _fill(owned: OwnedSlice, restore: Restore, number: int) -> None:
                 source.copy(move, array, owned.chunks.begin, name)
 
 
-def _updates(owned: OwnedSlice, layout: Layout, source: OpenSlices, places: Places) -> tuple[int, ...]:
+def _updates(owned: OwnedSlice, layout: Layout, source: OpenSlices, origin: TensorSources) -> tuple[int, ...]:
     """Return the update count of each parameter of a slice's unit; 0 for parameters outside the slice.
 
     The boxes of a tensor are updated together, so the count is that of the one with the first element.
@@ -248,6 +248,6 @@ def _updates(owned: OwnedSlice, layout: Layout, source: OpenSlices, places: Plac
     for p in layout.units[owned.chunks.unit].parameters:
         begin = max(p.offset, owned.chunks.begin)
         inside = begin < min(p.end, owned.chunks.end)
-        moves = places.moves_of(owned.chunks.unit, p, begin, begin + 1) if inside else iter(())
+        moves = origin.moves_of(owned.chunks.unit, p, begin, begin + 1) if inside else iter(())
         updates.append(sum(map(source.updates_in, moves)))
     return tuple(updates)

@@ -99,13 +99,13 @@ class CallContext(_message.Message):
     def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., traceparent: _Optional[str] = ..., state_id: _Optional[str] = ...) -> None: ...
 
 class Parameter(_message.Message):
-    __slots__ = ("name", "shape", "offset", "dtype", "aliases", "whole", "raw", "float8")
+    __slots__ = ("name", "shape", "offset", "dtype", "aliases", "full", "raw", "float8")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     FLOAT8_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -113,12 +113,12 @@ class Parameter(_message.Message):
     offset: int
     dtype: DType
     aliases: _containers.RepeatedScalarFieldContainer[str]
-    whole: Whole
+    full: FullTensor
     raw: bool
     float8: bool
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., aliases: _Optional[_Iterable[str]] = ..., whole: _Optional[_Union[Whole, _Mapping]] = ..., raw: bool = ..., float8: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., aliases: _Optional[_Iterable[str]] = ..., full: _Optional[_Union[FullTensor, _Mapping]] = ..., raw: bool = ..., float8: bool = ...) -> None: ...
 
-class Whole(_message.Message):
+class FullTensor(_message.Message):
     __slots__ = ("name", "shape", "begin", "aliases")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]

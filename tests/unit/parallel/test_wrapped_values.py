@@ -15,7 +15,7 @@ from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.values import WrappedValues
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.layout import Layout, Parameter, Unit, Whole
+from axon_ps.sharding.layout import FullTensor, Layout, Parameter, Unit
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -37,10 +37,10 @@ def layout(boxes: dict[str, list[Box]]) -> Layout:
         shape = tuple(value.shape)
         for part, (begin, size) in enumerate(boxes.get(name, [((0,) * len(shape), shape)])):
             of_unit = units.setdefault(f"part{part}", [])
-            whole = Whole(name=name, shape=shape, begin=begin) if name in boxes else None
+            whole = FullTensor(name=name, shape=shape, begin=begin) if name in boxes else None
             own = f"part{part}/{name}" if whole else name
             offset = of_unit[-1].end if of_unit else 0
-            of_unit.append(Parameter(name=own, shape=size, offset=offset, whole=whole))
+            of_unit.append(Parameter(name=own, shape=size, offset=offset, full=whole))
     return Layout(units=tuple(Unit(name=name, parameters=tuple(of)) for name, of in units.items()))
 
 
@@ -99,10 +99,10 @@ def test_they_are_whole_and_in_the_order_of_the_tensors(cut: bool) -> None:
 
 
 def test_units_are_read_when_the_tensors_before_have_been_taken() -> None:
-    boxes = [Whole(name=f"w{i}", shape=(2,), begin=(part,)) for part in range(2) for i in range(2)]
+    boxes = [FullTensor(name=f"w{i}", shape=(2,), begin=(part,)) for part in range(2) for i in range(2)]
     of = Layout(
         units=tuple(
-            Unit(name=f"u{n}", parameters=(Parameter(name=f"p{n}", shape=(1,), offset=0, whole=box),))
+            Unit(name=f"u{n}", parameters=(Parameter(name=f"p{n}", shape=(1,), offset=0, full=box),))
             for n, box in enumerate(boxes)
         )
     )

@@ -7,7 +7,7 @@ import pytest
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.shard.client.assembly import ArrivingVersion, Values
-from axon_ps.sharding.layout import Layout, Parameter, Unit, Whole, build_unit
+from axon_ps.sharding.layout import FullTensor, Layout, Parameter, Unit, build_unit
 from axon_ps.types import DType
 from axon_ps.wire.changes import encode_changes
 from axon_ps.wire.codec import dtype_to_proto
@@ -53,8 +53,8 @@ def test_all_of_it_by_name_and_read_only() -> None:
 def test_tensors_that_a_mesh_cuts_are_put_together() -> None:
     units = []
     for row in (1, 0):
-        whole = Whole(name="w", shape=(2, 3), begin=(row, 0))
-        parameter = Parameter(name=f"w@{row}", shape=(1, 3), offset=0, whole=whole)
+        whole = FullTensor(name="w", shape=(2, 3), begin=(row, 0))
+        parameter = Parameter(name=f"w@{row}", shape=(1, 3), offset=0, full=whole)
         units.append(Unit(name=f"u{row}", parameters=(parameter,)))
     units.append(build_unit("u", [("v", (2,), DType.F32)]))
     arrays = tuple(np.full(unit.numel, number, np.float32) for number, unit in enumerate(units))

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.sharding.layout import Layout, Parameter, Whole, build_unit
+from axon_ps.sharding.layout import FullTensor, Layout, Parameter, build_unit
 from axon_ps.storage.hf_directory import export_directory
 from axon_ps.types import DType
 from engine_driver import Servers, job_of
@@ -119,13 +119,13 @@ def cut(model: Any, ways: int) -> tuple[Layout, list[Any]]:
         for part, of in enumerate(parts if dim is not None else parts[:1]):
             box = value.detach() if dim is None else value.detach().chunk(ways, dim)[part]
             begin = tuple(part * box.shape[d] if d == dim else 0 for d in range(value.dim()))
-            whole = Whole(name=name, shape=tuple(value.shape), begin=begin) if dim is not None else None
+            whole = FullTensor(name=name, shape=tuple(value.shape), begin=begin) if dim is not None else None
             own = f"part {part} of {name}" if whole else name
-            of.append((Parameter(name=own, shape=tuple(box.shape), offset=0, whole=whole), box))
+            of.append((Parameter(name=own, shape=tuple(box.shape), offset=0, full=whole), box))
     units = []
     for part, of in enumerate(parts):
         unit = build_unit(f"part {part}", [(p.name, p.shape, DType.F32) for p, _ in of])
-        placed = (replace(at, whole=p.whole) for at, (p, _) in zip(unit.parameters, of, strict=True))
+        placed = (replace(at, full=p.full) for at, (p, _) in zip(unit.parameters, of, strict=True))
         units.append(replace(unit, parameters=tuple(placed)))
     return Layout(units=tuple(units)), [np.concatenate([box.reshape(-1).numpy() for _, box in of]) for of in parts]
 

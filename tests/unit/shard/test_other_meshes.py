@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from axon_ps.errors import CheckpointCorrupt, InvalidRequest
 from axon_ps.shard.full_model import FullModel
-from axon_ps.sharding.layout import Layout, Parameter, Unit, Whole
+from axon_ps.sharding.layout import FullTensor, Layout, Parameter, Unit
 from axon_ps.sharding.raw import encoded_as, tensor_of
 from axon_ps.storage import contents
 from axon_ps.storage.export import export_model
@@ -49,10 +49,10 @@ def layout_of(cut: Cut) -> Layout:
             begin = tuple(axis[i][0] for axis, i in zip(grid, index, strict=True))
             size = tuple(axis[i][1] for axis, i in zip(grid, index, strict=True))
             of_unit = units.setdefault(f"part{part}/{'block' if '.' in name else 'rest'}", [])
-            whole = Whole(name=name, shape=shape, begin=begin) if name in cut else None
+            whole = FullTensor(name=name, shape=shape, begin=begin) if name in cut else None
             own = f"part{part}/{name}" if name in cut else name
             offset = of_unit[-1].end if of_unit else 0
-            of_unit.append(Parameter(name=own, shape=size, offset=offset, whole=whole))
+            of_unit.append(Parameter(name=own, shape=size, offset=offset, full=whole))
     return Layout(units=tuple(Unit(name=name, parameters=tuple(of)) for name, of in units.items()))
 
 
@@ -178,8 +178,8 @@ def test_a_full_model_reads_boxes(tmp_path: Path) -> None:
 
 def test_tensors_of_another_shape_are_refused_by_their_name(tmp_path: Path) -> None:
     save(trained(TWO, 1), str(tmp_path), None)
-    whole = Whole(name="up.weight", shape=(24, 12), begin=(0, 0))
-    other = Layout(units=(Unit(name="u", parameters=(Parameter(name="p", shape=(24, 12), offset=0, whole=whole),)),))
+    whole = FullTensor(name="up.weight", shape=(24, 12), begin=(0, 0))
+    other = Layout(units=(Unit(name="u", parameters=(Parameter(name="p", shape=(24, 12), offset=0, full=whole),)),))
     with pytest.raises(InvalidRequest, match=r"'up.weight' has shape \(24, 6\) in the checkpoint and \(24, 12\) in"):
         restored(Servers(job_of(other)), str(tmp_path), 3)
 
@@ -188,8 +188,8 @@ def frozen(dtype: DType, begins: list[int], *, raw: bool) -> Layout:
     """A frozen tensor of 6 x 10, cut before these columns."""
     units = []
     for begin, end in zip(begins, [*begins[1:], 10], strict=True):
-        whole = Whole(name="w", shape=(6, 10), begin=(0, begin))
-        box = Parameter(name=f"w@{begin}", shape=(6, end - begin), offset=0, dtype=dtype, raw=raw, whole=whole)
+        whole = FullTensor(name="w", shape=(6, 10), begin=(0, begin))
+        box = Parameter(name=f"w@{begin}", shape=(6, end - begin), offset=0, dtype=dtype, raw=raw, full=whole)
         units.append(Unit(name=f"u{begin}", parameters=(box,), trainable=False))
     return Layout(units=tuple(units))
 

@@ -9,10 +9,10 @@ import pytest
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import (
+    FullTensor,
     Layout,
     Parameter,
     Unit,
-    Whole,
     build_unit,
     first_difference,
 )
@@ -24,8 +24,8 @@ F32 = DType.F32
 
 def box(called: str, size: tuple[int, ...], begin: tuple[int, ...], **whole: Any) -> Unit:
     """A unit of one box, of the tensor "w" of shape 4 x 6."""
-    of = Whole(**{"name": "w", "shape": (4, 6), "begin": begin, **whole})
-    return Unit(name=called, parameters=(Parameter(name=called, shape=size, offset=0, whole=of),))
+    of = FullTensor(**{"name": "w", "shape": (4, 6), "begin": begin, **whole})
+    return Unit(name=called, parameters=(Parameter(name=called, shape=size, offset=0, full=of),))
 
 
 def layout(*units: Unit) -> Layout:
@@ -73,7 +73,7 @@ def test_the_boxes_of_a_tensor_are_a_grid_that_covers_it() -> None:
     assert [p.tensor.begin for _, p in uneven.parameters()] == [(0, 0), (0, 2), (3, 0), (3, 2)]
     assert codec.layout_from_proto(codec.layout_to_proto(uneven)) == uneven
     whole = two().units[0].parameters[0]
-    assert whole.tensor == Whole(name="a.w", shape=(3, 4), begin=(0, 0))
+    assert whole.tensor == FullTensor(name="a.w", shape=(3, 4), begin=(0, 0))
     assert layout(box("a", (4, 6), (0, 0))).numel == 24, "one box may be all of it"
 
 
@@ -102,11 +102,11 @@ def test_boxes_that_do_not_cover_a_tensor_once_are_refused(units: tuple[Unit, ..
 
 def test_units_with_boxes_of_a_tensor_belong_together() -> None:
     def half(unit: str, *names: str, row: int) -> Unit:
-        boxes = [Whole(name=name, shape=(2,), begin=(row,)) for name in names]
+        boxes = [FullTensor(name=name, shape=(2,), begin=(row,)) for name in names]
         return Unit(
             name=unit,
             parameters=tuple(
-                Parameter(name=f"{unit}.{i}", shape=(1,), offset=i, whole=box) for i, box in enumerate(boxes)
+                Parameter(name=f"{unit}.{i}", shape=(1,), offset=i, full=box) for i, box in enumerate(boxes)
             ),
         )
 

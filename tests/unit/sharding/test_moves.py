@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.sharding.layout import Layout, Parameter, Unit, Whole, build_unit
-from axon_ps.sharding.moves import Move, Places
+from axon_ps.sharding.layout import FullTensor, Layout, Parameter, Unit, build_unit
+from axon_ps.sharding.moves import Move, TensorSources
 from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
-from axon_ps.sharding.raw import encoded_as, put, stored, tensor_of, words_with
+from axon_ps.sharding.raw import encoded_as, put, range_with, stored, tensor_of
 from axon_ps.types import ELEMENTS, Array, DType
 
 F32 = DType.F32
@@ -36,7 +36,7 @@ def boxes_of(shape: Shape, cuts: Sequence[Sequence[int]]) -> list[tuple[Shape, S
 @st.composite
 def layouts(draw: st.DrawFn, shapes: Sequence[Shape], dtype: DType = F32, *, raw: bool = False) -> Layout:
     """The tensors "t0", "t1", ..., each whole or in a grid of boxes, in any order and any units."""
-    pieces: list[tuple[str, Shape, Whole | None]] = []
+    pieces: list[tuple[str, Shape, FullTensor | None]] = []
     for t, shape in enumerate(shapes):
         name, cuts = f"t{t}", [draw(st.lists(st.integers(1, 6), max_size=2)) for _ in shape]
         found = boxes_of(shape, cuts)
@@ -44,14 +44,14 @@ def layouts(draw: st.DrawFn, shapes: Sequence[Shape], dtype: DType = F32, *, raw
             pieces.append((name, shape, None))
             continue
         for i, (begin, size) in enumerate(found):
-            pieces.append((f"part{i}/{name}", size, Whole(name=name, shape=shape, begin=begin)))
+            pieces.append((f"part{i}/{name}", size, FullTensor(name=name, shape=shape, begin=begin)))
     units: list[list[Parameter]] = [[]]
     for name, size, whole in draw(st.permutations(pieces)):
         apart: bool = draw(st.booleans())
         if units[-1] and apart:
             units.append([])
         offset = units[-1][-1].end if units[-1] else 0
-        units[-1].append(Parameter(name=name, shape=size, offset=offset, whole=whole, dtype=dtype, raw=raw))
+        units[-1].append(Parameter(name=name, shape=size, offset=offset, full=whole, dtype=dtype, raw=raw))
     return Layout(
         units=tuple(Unit(name=f"u{i}", parameters=tuple(unit), trainable=not raw) for i, unit in enumerate(units))
     )
@@ -122,9 +122,9 @@ def words_of(layout: Layout, tensors: dict[str, Array]) -> list[Array]:
 
 def filled(new: Layout, old: Layout, sources: list[Array], plan: Plan) -> list[Array]:
     """The units of a layout, slice by slice from those of another one."""
-    places, units = Places(old), [np.zeros(unit.numel, np.float32) for unit in new.units]
+    origin, units = TensorSources(old), [np.zeros(unit.numel, np.float32) for unit in new.units]
     for s in plan.numbered:
-        for move in places.moves_into(s, new):
+        for move in origin.moves_into(s, new):
             carry_out(move, sources[move.source_unit], units[s.unit][s.begin : s.end], s.begin)
     return units
 
@@ -137,7 +137,7 @@ def carry_out(move: Move, values: Array, out: Array, begin: int) -> None:
             out[at - begin : at - begin + move.numel] = values[first : first + move.numel]
             continue
         source, target = move.converts
-        words, end = words_with(source, first, first + move.numel)
+        words, end = range_with(source, first, first + move.numel)
         read = values[source.offset + words : source.offset + end]
         put(stored(read, source, words, first, first + move.numel, target), target, at, out, begin)
 
@@ -154,11 +154,11 @@ def test_moves_bring_every_element_home(
     given: tuple[dict[str, Array], Layout, Layout], servers: int, min_slice_numel: int
 ) -> None:
     tensors, old, new = given
-    places, sources = Places(old), flats(old, tensors)
+    origin, sources = TensorSources(old), flats(old, tensors)
     options = PlanOptions(min_slice_numel=min_slice_numel)
     found = [np.full(unit.numel, np.nan, np.float32) for unit in new.units]
     for s in make_plan(new, servers, options).numbered:
-        for move in places.moves_into(s, new):
+        for move in origin.moves_into(s, new):
             assert s.begin <= move.begin
             assert move.begin + (move.rows - 1) * move.step + move.numel <= s.end
             moved(move, sources[move.source_unit], found[move.unit])
@@ -169,11 +169,11 @@ def test_moves_bring_every_element_home(
 @given(pairs(), st.integers(1, 5))
 def test_the_parts_that_slices_have_are_the_move(given: tuple[dict[str, Array], Layout, Layout], servers: int) -> None:
     tensors, old, new = given
-    places, sources = Places(old), flats(old, tensors)
+    origin, sources = TensorSources(old), flats(old, tensors)
     plan = make_plan(old, servers, PlanOptions(min_slice_numel=3))
     for unit, wanted in enumerate(flats(new, tensors)):
         found = np.full(wanted.size, np.nan, np.float32)
-        for move in places.moves_into(Slice(unit=unit, server=0, begin=0, end=wanted.size), new):
+        for move in origin.moves_into(Slice(unit=unit, server=0, begin=0, end=wanted.size), new):
             for s in plan.slices[move.source_unit]:
                 parts = list(move.read_from(s.begin, s.end))
                 assert len(parts) <= 3
@@ -186,23 +186,23 @@ def test_the_parts_that_slices_have_are_the_move(given: tuple[dict[str, Array], 
 
 def test_moves_of_an_unchanged_unit_are_one() -> None:
     layout = Layout(units=(build_unit("u", [(f"w{i}", (10,), F32) for i in range(5)]),))
-    (move,) = Places(layout).moves_into(Slice(unit=0, server=0, begin=5, end=45), layout)
+    (move,) = TensorSources(layout).moves_into(Slice(unit=0, server=0, begin=5, end=45), layout)
     assert (move.source_begin, move.begin, move.numel, move.rows) == (5, 5, 40, 1)
 
 
 def test_the_rows_of_a_box_are_one_move() -> None:
     whole = Layout(units=(build_unit("u", [("w", (1000, 8), F32)]),))
-    half = Parameter(name="w@1", shape=(1000, 4), offset=0, whole=Whole(name="w", shape=(1000, 8), begin=(0, 4)))
-    (move,) = Places(whole).moves_of(0, half, 0, half.numel)
+    half = Parameter(name="w@1", shape=(1000, 4), offset=0, full=FullTensor(name="w", shape=(1000, 8), begin=(0, 4)))
+    (move,) = TensorSources(whole).moves_of(0, half, 0, half.numel)
     assert move == Move(source_unit=0, source_begin=4, unit=0, begin=0, numel=4, rows=1000, source_step=8, step=4)
     assert move.source_range == (4, 8000)
 
 
 def test_a_name_of_a_tied_tensor_is_as_good_as_another() -> None:
-    whole = Whole(name="w", shape=(4,), begin=(0,), aliases=("head",))
-    old = Layout(units=(Unit(name="u", parameters=(Parameter(name="p", shape=(4,), offset=0, whole=whole),)),))
+    whole = FullTensor(name="w", shape=(4,), begin=(0,), aliases=("head",))
+    old = Layout(units=(Unit(name="u", parameters=(Parameter(name="p", shape=(4,), offset=0, full=whole),)),))
     new = Layout(units=(build_unit("u", [("head", (4,), F32)]),))
-    (move,) = Places(old).moves_into(Slice(unit=0, server=0, begin=0, end=4), new)
+    (move,) = TensorSources(old).moves_into(Slice(unit=0, server=0, begin=0, end=4), new)
     assert move.numel == 4
 
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name() -> None:
     whole = Slice(unit=0, server=0, begin=0, end=4)
 
     def from_one(name: str, shape: Shape, dtype: DType) -> None:
-        Places(Layout(units=(build_unit("u", [(name, shape, dtype)]),))).moves_into(whole, new)
+        TensorSources(Layout(units=(build_unit("u", [(name, shape, dtype)]),))).moves_into(whole, new)
 
     with pytest.raises(InvalidRequest, match="no parameter 'w'"):
         from_one("v", (4,), F32)

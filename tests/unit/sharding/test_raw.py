@@ -7,9 +7,9 @@ import pytest
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, Unit, build_unit, first_difference
-from axon_ps.sharding.moves import Move, Places
+from axon_ps.sharding.moves import Move, TensorSources
 from axon_ps.sharding.plan import Slice
-from axon_ps.sharding.raw import encoded_as, put, stored, tensor_of, words_with
+from axon_ps.sharding.raw import encoded_as, put, range_with, stored, tensor_of
 from axon_ps.types import ELEMENTS, Array, DType
 from axon_ps.wire import codec
 
@@ -61,7 +61,7 @@ def carry_out(move: Move, values: Array, out: Array, begin: int) -> None:
             out[at - begin : at - begin + move.numel] = values[first : first + move.numel]
             continue
         source, target = move.converts
-        words, end = words_with(source, first, first + move.numel)
+        words, end = range_with(source, first, first + move.numel)
         read = values[source.offset + words : source.offset + end]
         put(stored(read, source, words, first, first + move.numel, target), target, at, out, begin)
 
@@ -71,7 +71,7 @@ def restored(target: Unit, source: Unit, values: Array, cuts: tuple[int, ...]) -
     found = np.full(target.numel, 0.0 if target.raw else np.nan, np.float32)
     for begin, end in zip((0, *cuts), (*cuts, target.numel), strict=True):
         s = Slice(unit=0, server=0, begin=begin, end=end)
-        for move in Places(Layout(units=(source,))).moves_into(s, Layout(units=(target,))):
+        for move in TensorSources(Layout(units=(source,))).moves_into(s, Layout(units=(target,))):
             carry_out(move, values, found[begin:end], begin)
     return found
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.layout import Layout, Parameter, Unit, Whole, build_unit
+from axon_ps.sharding.layout import FullTensor, Layout, Parameter, Unit, build_unit
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
@@ -100,8 +100,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     if draw(st.booleans()):
         rows, columns, name = draw(st.integers(1, 4)), draw(st.integers(1, 9)), next(names)
         for row in range(rows):
-            whole = Whole(name=name, shape=(rows, columns), begin=(row, 0), aliases=(f"{name}'",))
-            part = Parameter(name=f"{name}@{row}", shape=(1, columns), offset=0, whole=whole)
+            whole = FullTensor(name=name, shape=(rows, columns), begin=(row, 0), aliases=(f"{name}'",))
+            part = Parameter(name=f"{name}@{row}", shape=(1, columns), offset=0, full=whole)
             units.append(Unit(name=f"part{row}", parameters=(part,)))
     return Layout(units=tuple(units))
 
@@ -227,9 +227,12 @@ def parameter(**fields: Any) -> common_pb2.Layout:
         (parameter(shape=[2**63, 2**63]), "elements; at most"),
         (parameter(dtype=0), "dtype is unset"),
         (parameter(aliases=["w"]), "twice"),
-        (parameter(whole=common_pb2.Whole(shape=[2], begin=[0])), "a tensor's name is empty"),
-        (parameter(whole=common_pb2.Whole(name="w", shape=[2], begin=[0], aliases=[""])), "a tensor's alias is empty"),
-        (parameter(whole=common_pb2.Whole(name="w", shape=[2], begin=[2**63])), "without gaps and overlaps"),
+        (parameter(full=common_pb2.FullTensor(shape=[2], begin=[0])), "a tensor's name is empty"),
+        (
+            parameter(full=common_pb2.FullTensor(name="w", shape=[2], begin=[0], aliases=[""])),
+            "a tensor's alias is empty",
+        ),
+        (parameter(full=common_pb2.FullTensor(name="w", shape=[2], begin=[2**63])), "without gaps and overlaps"),
         (common_pb2.Layout(units=[common_pb2.Unit(name="u")]), "no parameters"),
         (common_pb2.Hyper(values={"": 1.0}), "hyperparameter's name is empty"),
         (common_pb2.OptimizerSpec(groups=[]), "optimizer's name is empty"),

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 from axon_ps.errors import LayoutMismatch
-from axon_ps.sharding.layout import Layout, Parameter, Unit, Whole
+from axon_ps.sharding.layout import FullTensor, Layout, Parameter, Unit
 from axon_ps.types import DType
 
 
@@ -226,7 +226,7 @@ def _named(boxes: Mapping[_Key, tuple[Box, bool]]) -> dict[_Key, Parameter]:
             offset=0,
             dtype=box.dtype,
             raw=box.raw,
-            whole=Whole(name=name, shape=box.tensor_shape, begin=box.begin, aliases=tuple(aliases)),
+            full=FullTensor(name=name, shape=box.tensor_shape, begin=box.begin, aliases=tuple(aliases)),
         )
     return found
 
