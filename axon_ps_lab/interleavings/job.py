@@ -4,9 +4,9 @@ Coordinator and shard servers are the real services. A worker uses the product's
 loop, for tickets, gathers, pushes and decisions.
 
 The model is an integer that is known for every version: in version v each replica pushes `1 + rank + v % 5`
-for every element, and SGD with a rate of 1 subtracts their sum. So a chunk or a step that is lost
-or counted twice shows in the values of every later version. When the coordinator has lost its disk there is another
-job: processes of the former job end, and are started anew.
+for every element, in one to three addends, and SGD with a rate of 1 subtracts their sum. So a chunk, an addend or a
+step that is lost or counted twice shows in the values of every later version. When the coordinator has lost its disk
+there is another job: processes of the former job end, and are started anew.
 """
 
 from __future__ import annotations
@@ -187,6 +187,12 @@ def gradient(rank: int, version: int) -> int:
     return 1 + rank + version % 5
 
 
+def addends(rank: int, version: int) -> list[int]:
+    """Return the addends of a replica's gradient: as many on every worker, and two of a replica differ."""
+    others = list(range(7, 7 + version % 3))
+    return [*others, gradient(rank, version) - sum(others)]
+
+
 class SimulatedWorker:
     """A worker's life.
 
@@ -300,8 +306,14 @@ class SimulatedWorker:
                 raise
             await self.until(lambda: self.view.member_in(view.membership), "to be a member again")
             return
-        grads = [np.full(u.numel, gradient(view.me.rank, began[1]), np.float32) for u in LAYOUT.units]
-        pushes = [asyncio.create_task(self._push(unit, grad, ticket)) for unit, grad in enumerate(grads)]
+        pushes = []
+        for number, addend in enumerate(addends(view.me.rank, began[1])):
+            if number:
+                ticket = ticket.next_addend()
+                await asyncio.sleep(self._job.loop.rng.uniform(0.0, COMPUTE_S / 10))
+            for unit, u in enumerate(LAYOUT.units):
+                grad = np.full(u.numel, addend, np.float32)
+                pushes.append(asyncio.create_task(self._push(unit, grad, ticket)))
         collective = asyncio.create_task(self._collective(view.membership, ticket.step))
         try:
             why = await self._pushed(ticket, pushes, collective)
@@ -311,7 +323,14 @@ class SimulatedWorker:
         generation = 0
         if view.valid(ticket) and view.membership.complete:
             if why is None:
-                self.client.vote(Vote(generation=ticket.generation, step=ticket.step, version=view.version))
+                self.client.vote(
+                    Vote(
+                        generation=ticket.generation,
+                        step=ticket.step,
+                        version=view.version,
+                        last_addend=ticket.addend,
+                    )
+                )
             over = lambda: view.stepping.decision_on(ticket) or (None if view.valid(ticket) else True)  # noqa: E731
             found = await self.until(over, f"the decision on step {ticket.step}")
             generation = found.next_generation if isinstance(found, Decision) else 0
@@ -331,7 +350,8 @@ class SimulatedWorker:
             _, left = await asyncio.wait(left, timeout=1.0)
             if self.view.failure is None and self.steps.view.valid(ticket):
                 if left:
-                    self.client.arrived(Arrived(generation=ticket.generation, step=ticket.step))
+                    at = Arrived(generation=ticket.generation, step=ticket.step, addend=ticket.addend)
+                    self.client.arrived(at)
             elif collective.cancel():
                 left.discard(collective)
         if collective.done() and not collective.cancelled():
