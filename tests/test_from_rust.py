@@ -58,7 +58,10 @@ TESTED = {
         "test_torchs_clipping_clips_all_of_them_and_its_norm_is_known_after_the_step",
     ),
     "`Adam::new(model.parameters())`": (ON_PARAMETERS, "test_torchs_optimizers_are_refused_at_their_first_step"),
-    "a second `backward`": (FIRST_TRIES, "test_a_second_backward_without_a_step_says_what_to_do"),
+    "a second `backward`": (
+        "unit/parallel/test_fsdp_hooks.py",
+        "test_the_gradients_of_several_backwards_are_added_up",
+    ),
     "`update_shards(flat)`": (STRATEGIES, "test_values_are_replaced"),
     "`FSDPMemoryStats { .. }`": (FIRST_TRIES, "test_memory_stats_by_hand"),
     "`memory_savings`": (STRATEGIES, "test_accessors_and_estimates"),

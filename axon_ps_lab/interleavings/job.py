@@ -4,10 +4,10 @@ Coordinator and shard servers are the real services. A worker uses the product's
 loop, for tickets, gathers, pushes and decisions.
 
 The model is an integer that is known for every version: in version v each replica pushes `1 + rank + v % 5`
-for every element, and SGD with a rate of 1 subtracts their sum. So a chunk or a step that is lost
-or counted twice shows in the values of every later version. With rows each worker of a row pushes one of the two units,
-and `rank` is the number of the row. When the coordinator has lost its disk there is another job: processes of the
-former job end, and are started anew.
+for every element, in one to three addends, and SGD with a rate of 1 subtracts their sum. So a chunk, an addend or a
+step that is lost or counted twice shows in the values of every later version. With rows each worker of a row pushes one
+of the two units, and `rank` is the number of the row. When the coordinator has lost its disk there is another job:
+processes of the former job end, and are started anew.
 """
 
 from __future__ import annotations
@@ -194,6 +194,12 @@ def gradient(rank: int, version: int) -> int:
     return 1 + rank + version % 5
 
 
+def addends(rank: int, version: int) -> list[int]:
+    """Return the addends of a replica's gradient: as many on every worker, and two of a replica differ."""
+    others = list(range(7, 7 + version % 3))
+    return [*others, gradient(rank, version) - sum(others)]
+
+
 class SimulatedWorker:
     """A worker's life.
 
@@ -325,9 +331,14 @@ class SimulatedWorker:
             return
         rows = self._job.spec.grouping.rows
         replica = next((n for n, row in enumerate(rows) if view.me.rank in row), view.me.rank)
-        grads = [np.full(u.numel, gradient(replica, began[1]), np.float32) for u in LAYOUT.units]
-        units = self._units(view.me.rank)
-        pushes = [asyncio.create_task(self._push(unit, grads[unit], ticket)) for unit in units]
+        units, pushes = self._units(view.me.rank), []
+        for number, addend in enumerate(addends(replica, began[1])):
+            if number:
+                ticket = ticket.next_addend()
+                await asyncio.sleep(self._job.loop.rng.uniform(0.0, COMPUTE_S / 10))
+            for unit in units:
+                grad = np.full(LAYOUT.units[unit].numel, addend, np.float32)
+                pushes.append(asyncio.create_task(self._push(unit, grad, ticket)))
         collective = asyncio.create_task(self._collective(view.membership, ticket.step))
         try:
             why = await self._pushed(ticket, pushes, collective)
@@ -338,8 +349,15 @@ class SimulatedWorker:
         if view.valid(ticket) and view.membership.complete:
             if why is None:
                 others = tuple(unit for unit in range(len(LAYOUT.units)) if unit not in units)
-                vote = Vote(generation=ticket.generation, step=ticket.step, version=view.version, untouched=others)
-                self.client.vote(vote)
+                self.client.vote(
+                    Vote(
+                        generation=ticket.generation,
+                        step=ticket.step,
+                        version=view.version,
+                        untouched=others,
+                        last_addend=ticket.addend,
+                    )
+                )
             over = lambda: view.stepping.decision_on(ticket) or (None if view.valid(ticket) else True)  # noqa: E731
             found = await self.until(over, f"the decision on step {ticket.step}")
             generation = found.next_generation if isinstance(found, Decision) else 0
@@ -359,7 +377,8 @@ class SimulatedWorker:
             _, left = await asyncio.wait(left, timeout=1.0)
             if self.view.failure is None and self.steps.view.valid(ticket):
                 if left:
-                    self.client.arrived(Arrived(generation=ticket.generation, step=ticket.step))
+                    at = Arrived(generation=ticket.generation, step=ticket.step, addend=ticket.addend)
+                    self.client.arrived(at)
             elif collective.cancel():
                 left.discard(collective)
         if collective.done() and not collective.cancelled():

@@ -66,7 +66,7 @@ PLANTS: Final = (
     Plant(
         "a step is decided before the shard servers have everything",
         "coordinator/core/steps/decision.py",
-        "all(w in self.votes for w in workers) and all(o in self.sums for o in owners)",
+        "all(w in self.votes for w in workers) and all(self._is_ready(o) for o in owners)",
         "all(w in self.votes for w in workers)",
     ),
     Plant(
@@ -153,6 +153,30 @@ PLANTS: Final = (
         "shard/core/gradients.py",
         "            return Push.QUEUED if done else Push.WAIT",
         "            return Push.QUEUED",
+    ),
+    Plant(
+        "a step is decided with the sums of fewer addends",
+        "coordinator/core/steps/decision.py",
+        "return self._addends.get(owner) == self.last_addend",
+        "return owner in self._addends",
+    ),
+    Plant(
+        "a server counts nothing anew when another addend begins",
+        "shard/core/gradients.py",
+        "        attempt.addend = addend\n",
+        "        return\n",
+    ),
+    Plant(
+        "a backup takes the sum of the first addend alone",
+        "shard/core/gradients.py",
+        "        if accumulator.summed[index] >= count:\n",
+        "        if accumulator.summed[index]:\n",
+    ),
+    Plant(
+        "a server reports the first addend alone",
+        _MODEL_SHELL,
+        "name = (engine.generation, step, engine.gradients.attempts[replica].addend)",
+        "name = (engine.generation, step, 0)",
     ),
     Plant(
         "what is queued stays in the queue",

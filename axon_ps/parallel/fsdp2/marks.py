@@ -76,18 +76,18 @@ class ComposedModel(FullyShardedDataParallel):
 
     def set_syncing(self) -> None:
         """Let the gradients of those units be sent whose marks say so."""
-        marks = {child: found for child in self.module.modules() if (found := mark_of(child)) is not None}
+        marked = {child: found for child in self.module.modules() if (found := mark_of(child)) is not None}
         accumulation = self.runtime.accumulation
-        accumulation.syncing = any(found.syncing for found in marks.values())
-        local = [child for child, found in marks.items() if accumulation.syncing and not found.syncing]
+        accumulation.syncing = any(found.syncing for found in marked.values())
+        local = [child for child, found in marked.items() if accumulation.syncing and not found.syncing]
         flats = (flat for child in local for unit in units_of(self.runtime, child) for flat in unit.flats)
         accumulation.local = frozenset(flat.index for flat in flats)
 
     @property
     def awaits_all_reduce(self) -> bool:
         """True if there are gradients on a mesh of nodes that are to be summed over the nodes later."""
-        marks = filter(None, map(mark_of, self.module.modules()))
-        return self.runtime.has_gradients and any(not m.reducing and len(m.options.mesh) > 1 for m in marks)
+        marked = filter(None, map(mark_of, self.module.modules()))
+        return self.runtime.has_gradients and any(not m.reducing and len(m.options.mesh) > 1 for m in marked)
 
     def run_inside(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a module inside; by itself as a forward of the model if it needs the root's parameters."""

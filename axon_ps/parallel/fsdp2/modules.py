@@ -129,7 +129,7 @@ class FSDPModule(Uncopied):
             recurse: whether it is for the units inside, too.
         """
         mark = checked_mark(self)
-        for found in self._marks(recurse=recurse):
+        for found in self._marked(recurse=recurse):
             found.syncing = requires_gradient_sync
         if mark.outermost.model is not None:
             mark.outermost.model.set_syncing()
@@ -140,7 +140,7 @@ class FSDPModule(Uncopied):
         Here all are summed at once in any case. A step on a mesh of nodes is refused before it is True again, since
         torch would not apply the gradients.
         """
-        for found in self._marks(recurse=recurse):
+        for found in self._marked(recurse=recurse):
             found.reducing = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -230,7 +230,7 @@ class FSDPModule(Uncopied):
         runtime, own = checked_mark(self).outermost.built().runtime, cast(nn.Module, self)
         return runtime, units_of(runtime, own)
 
-    def _marks(self, *, recurse: bool) -> list[Mark]:
+    def _marked(self, *, recurse: bool) -> list[Mark]:
         """Return the marks of this module, and of those inside if `recurse`."""
         own: Any = self
         found = [mark_of(module) for module in own.modules()] if recurse else [checked_mark(self)]

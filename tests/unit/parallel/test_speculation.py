@@ -80,6 +80,33 @@ def test_gathers_are_retained_as_expected_but_of_units_with_parameters_that_have
     assert [flat.log for flat in flats] == [["committed"], ["discarded"]]
 
 
+def test_gathers_behind_an_addend_are_discarded_when_another_one_begins() -> None:
+    flat: Any = Flat(0)
+    unit: Any = None
+    speculation = made(flat)
+    speculation.begin(TICKET, HYPER)
+    speculation.gather(unit, flat)
+    speculation.begin(TICKET.next_addend(), None)
+    speculation.gather(unit, flat)
+    assert flat.log == ["started", "discarded"]
+
+
+def test_a_step_is_expected_to_be_as_the_one_before() -> None:
+    speculation, second = made(), TICKET.next_addend()
+    assert not speculation.may_begin(TICKET), "the first one may be clipped"
+    speculation.begin(TICKET, None)
+    speculation.end(decision(), clipped=False)
+    assert (speculation.may_begin(TICKET), speculation.may_begin(second)) == (True, False)
+    assert not speculation.may_begin(TICKET.void("it has left"))
+    speculation.begin(TICKET, HYPER)
+    speculation.begin(second, None)
+    speculation.end(decision(), clipped=False)
+    assert (speculation.may_begin(TICKET), speculation.may_begin(second)) == (False, True)
+    speculation.begin(second, HYPER)
+    speculation.end(decision(), clipped=True)
+    assert not speculation.may_begin(second)
+
+
 @pytest.mark.parametrize("decided", [None, decision(Outcome.ABORT), decision(Outcome.SKIP), decision(clip=0.5)])
 def test_they_are_discarded_after_any_other_decision(decided: Decision | None) -> None:
     flat: Any = Flat(0)

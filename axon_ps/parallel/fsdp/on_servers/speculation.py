@@ -57,7 +57,8 @@ class Speculation:
 
     def begin(self, ticket: Ticket, hyper: Sequence[Hyper] | None) -> None:
         """Expect these hyperparameters in the vote for a step; None = nothing is expected."""
-        self.settle(None)
+        if self._expected is not None:  # of the addend before it
+            self.settle(None)
         self._ticket, self._expected = ticket, hyper
 
     def end(self, decision: Decision | None, *, clipped: bool) -> None:
