@@ -41,7 +41,15 @@ from axon_ps.types import (
 )
 from axon_ps.wire.conversion import Conversion, Field, checked
 from axon_ps.wire.events import RestoreOrder
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, placement_pb2, policy_pb2, session_pb2
+from axon_ps.wire.v1 import (
+    checkpoint_pb2,
+    common_pb2,
+    layout_pb2,
+    membership_pb2,
+    placement_pb2,
+    policy_pb2,
+    session_pb2,
+)
 
 _T = TypeVar("_T")
 
@@ -150,7 +158,7 @@ def _check_full_tensor(tensor: FullTensor) -> None:
 
 
 FULL_TENSOR: Final = Conversion(
-    FullTensor, common_pb2.FullTensor, check=_check_full_tensor, name=name_of("a tensor's name")
+    FullTensor, layout_pb2.FullTensor, check=_check_full_tensor, name=name_of("a tensor's name")
 )
 
 
@@ -185,15 +193,15 @@ def placement_from_proto(message: placement_pb2.Placement) -> Placement:
     )
 
 
-def layout_to_proto(layout: Layout) -> common_pb2.Layout:
+def layout_to_proto(layout: Layout) -> layout_pb2.Layout:
     """Convert a layout to a message."""
-    return common_pb2.Layout(
+    return layout_pb2.Layout(
         units=[
-            common_pb2.Unit(
+            layout_pb2.Unit(
                 name=unit.name,
                 trainable=unit.trainable,
                 parameters=[
-                    common_pb2.Parameter(
+                    layout_pb2.Parameter(
                         name=p.name,
                         shape=p.shape,
                         offset=p.offset,
@@ -211,7 +219,7 @@ def layout_to_proto(layout: Layout) -> common_pb2.Layout:
     )
 
 
-def layout_from_proto(message: common_pb2.Layout) -> Layout:
+def layout_from_proto(message: layout_pb2.Layout) -> Layout:
     """Convert a message to a layout.
 
     Raises:
@@ -303,7 +311,7 @@ def _members_of(role: Role) -> Field:
     return Field(to_proto=MEMBER.field.each.to_proto, from_proto=from_proto)
 
 
-def _rows_from_proto(messages: Sequence[common_pb2.RankRow]) -> tuple[tuple[int, ...], ...]:
+def _rows_from_proto(messages: Sequence[layout_pb2.RankRow]) -> tuple[tuple[int, ...], ...]:
     if (ranks := sum(max(1, len(row.ranks)) for row in messages)) > MAX_RANKS:
         raise InvalidRequest(f"replicas of {ranks} workers in all are named; a job has at most {MAX_RANKS}")
     return tuple([tuple(row.ranks) for row in messages])
@@ -311,9 +319,9 @@ def _rows_from_proto(messages: Sequence[common_pb2.RankRow]) -> tuple[tuple[int,
 
 GROUPING: Final = Conversion(
     Grouping,
-    common_pb2.Grouping,
+    layout_pb2.Grouping,
     rows=Field(
-        to_proto=lambda rows: [common_pb2.RankRow(ranks=row) for row in rows],
+        to_proto=lambda rows: [layout_pb2.RankRow(ranks=row) for row in rows],
         from_proto=_rows_from_proto,
     ),
 )
@@ -425,12 +433,12 @@ def policy_from_proto(message: policy_pb2.Policy) -> Policy:
     return policy(**{setting.name: getattr(message, setting.name) for setting in dataclasses.fields(policy)})
 
 
-def compression_to_proto(compression: Compressor) -> common_pb2.Compression:
+def compression_to_proto(compression: Compressor) -> layout_pb2.Compression:
     """Convert a compression to a message."""
-    return common_pb2.Compression(name=compression.name, options=compression.options)
+    return layout_pb2.Compression(name=compression.name, options=compression.options)
 
 
-def compression_from_proto(message: common_pb2.Compression) -> Compressor:
+def compression_from_proto(message: layout_pb2.Compression) -> Compressor:
     """Convert a message to a compression.
 
     Raises:
@@ -440,16 +448,16 @@ def compression_from_proto(message: common_pb2.Compression) -> Compressor:
     return compressor(name, **{name_from_proto(o, "an option's name"): message.options[o] for o in message.options})
 
 
-def job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
+def job_spec_to_proto(spec: JobSpec) -> layout_pb2.JobSpec:
     """Convert a job's spec to a message. It is encoded once, since that takes a while for a large layout."""
     if not spec.encoded:
         spec.encoded.append(_job_spec_to_proto(spec).SerializeToString(deterministic=True))
-    return common_pb2.JobSpec.FromString(spec.encoded[0])
+    return layout_pb2.JobSpec.FromString(spec.encoded[0])
 
 
-def _job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
+def _job_spec_to_proto(spec: JobSpec) -> layout_pb2.JobSpec:
     param, grad = spec.precision.param_compression, spec.precision.grad_compression
-    return common_pb2.JobSpec(
+    return layout_pb2.JobSpec(
         layout=layout_to_proto(spec.layout),
         param_dtype=dtype_to_proto(spec.precision.param),
         grad_dtype=dtype_to_proto(spec.precision.grad),
@@ -464,7 +472,7 @@ def _job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
     )
 
 
-def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
+def job_spec_from_proto(message: layout_pb2.JobSpec) -> JobSpec:
     """Convert a message to a job's spec.
 
     Raises:
@@ -480,7 +488,7 @@ def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
     )
 
 
-def _precision(message: common_pb2.JobSpec) -> WirePrecision:
+def _precision(message: layout_pb2.JobSpec) -> WirePrecision:
     param = compression_from_proto(message.param_compression) if message.HasField("param_compression") else None
     grad = compression_from_proto(message.grad_compression) if message.HasField("grad_compression") else None
     return WirePrecision(
@@ -491,7 +499,7 @@ def _precision(message: common_pb2.JobSpec) -> WirePrecision:
     )
 
 
-def _parameter(message: common_pb2.Parameter) -> Parameter:
+def _parameter(message: layout_pb2.Parameter) -> Parameter:
     if len(message.shape) > MAX_DIMENSIONS:
         raise InvalidRequest(
             f"parameter {message.name[:80]!r} has {len(message.shape)} dimensions; at most {MAX_DIMENSIONS} are allowed"

@@ -33,7 +33,15 @@ from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Decision, Membership, ModelProgress, OptimizerSpec
 from axon_ps.wire import codec
 from axon_ps.wire.events import RestoreOrder
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, revocation_pb2, session_pb2, state_pb2
+from axon_ps.wire.v1 import (
+    checkpoint_pb2,
+    common_pb2,
+    layout_pb2,
+    membership_pb2,
+    revocation_pb2,
+    session_pb2,
+    state_pb2,
+)
 
 HISTORY = 16
 """Decisions retained for members that reconnect and may have missed some."""
@@ -302,7 +310,7 @@ def _model(records: Mapping[str, bytes], number: int, name: str) -> DurableModel
         step=progress.step,
         version=progress.version,
         parameters=_parameters(_read(state_pb2.ParametersRecord, records.get(_of(number, "parameters"), b""))),
-        spec=None if spec is None else codec.job_spec_from_proto(_read(common_pb2.JobSpec, spec)),
+        spec=None if spec is None else codec.job_spec_from_proto(_read(layout_pb2.JobSpec, spec)),
         optimizer=None if optimizer is None else codec.optimizer_from_proto(_read(common_pb2.OptimizerSpec, optimizer)),
         decisions=tuple(sorted(map(codec.decision_from_proto, events), key=lambda d: d.step)),
         committed=dict(_read(state_pb2.CommittedRecord, records.get(_of(number, "committed"), b"")).values),

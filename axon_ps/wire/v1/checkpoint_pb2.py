@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from axon_ps.wire.v1 import common_pb2 as axon__ps_dot_wire_dot_v1_dot_common__pb2
+from axon_ps.wire.v1 import layout_pb2 as axon__ps_dot_wire_dot_v1_dot_layout__pb2
 from axon_ps.wire.v1 import membership_pb2 as axon__ps_dot_wire_dot_v1_dot_membership__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n axon_ps/wire/v1/checkpoint.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a axon_ps/wire/v1/membership.proto\"J\n\x0cSnapshotFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05model\x18\x04 \x01(\r\"\xef\x05\n\x08Manifest\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\t\x12\x13\n\x0bnum_servers\x18\x04 \x01(\r\x12\x12\n\nextra_json\x18\x05 \x01(\t\x12/\n\x06models\x18\x06 \x03(\x0b\x32\x1f.axon_ps.wire.v1.Manifest.Model\x12\x39\n\x08\x61ttached\x18\x07 \x03(\x0b\x32\'.axon_ps.wire.v1.Manifest.AttachedEntry\x12-\n\x06states\x18\x08 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\x12\x11\n\tsignature\x18\x0e \x01(\t\x12\x0e\n\x06sha256\x18\x0f \x01(\t\x1a\xf5\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0b\x63hunk_numel\x18\x03 \x01(\r\x12\x17\n\x0fmin_slice_numel\x18\x04 \x01(\x04\x12,\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\x12\x31\n\toptimizer\x18\x06 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\'\n\x06layout\x18\x07 \x01(\x0b\x32\x17.axon_ps.wire.v1.Layout\x12\x0f\n\x07\x66ile_of\x18\x08 \x03(\r\x12\x41\n\tcommitted\x18\t \x03(\x0b\x32..axon_ps.wire.v1.Manifest.Model.CommittedEntry\x1a\x30\n\x0e\x43ommittedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\n\n\x08_version\x1aN\n\rAttachedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x05value\x18\x02 \x01(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile:\x02\x38\x01\"w\n\x0eSnapshotReport\x12\n\n\x02id\x18\x01 \x01(\x04\x12,\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1c.axon_ps.wire.v1.ErrorDetail\"Z\n\rRestoreReport\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1c.axon_ps.wire.v1.ErrorDetail\x12\r\n\x05model\x18\x03 \x01(\r\"}\n\rSnapshotOrder\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12.\n\x06models\x18\x04 \x03(\x0b\x32\x1e.axon_ps.wire.v1.ModelProgress\x12\x12\n\nbackground\x18\x05 \x01(\x08\"k\n\x0cRestoreOrder\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05model\x18\x04 \x01(\r\x12\x0f\n\x07section\x18\x05 \x01(\t\x12\x0e\n\x06sha256\x18\x06 \x01(\t\"\xae\x02\n\x0f\x43heckpointReply\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x12\n\nextra_json\x18\x04 \x01(\t\x12@\n\x08versions\x18\x05 \x03(\x0b\x32..axon_ps.wire.v1.CheckpointReply.VersionsEntry\x12\x11\n\toptimizer\x18\x08 \x01(\t\x12%\n\x05hyper\x18\x06 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12-\n\x06states\x18\x07 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n axon_ps/wire/v1/checkpoint.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a\x1c\x61xon_ps/wire/v1/layout.proto\x1a axon_ps/wire/v1/membership.proto\"J\n\x0cSnapshotFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05model\x18\x04 \x01(\r\"\xef\x05\n\x08Manifest\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\t\x12\x13\n\x0bnum_servers\x18\x04 \x01(\r\x12\x12\n\nextra_json\x18\x05 \x01(\t\x12/\n\x06models\x18\x06 \x03(\x0b\x32\x1f.axon_ps.wire.v1.Manifest.Model\x12\x39\n\x08\x61ttached\x18\x07 \x03(\x0b\x32\'.axon_ps.wire.v1.Manifest.AttachedEntry\x12-\n\x06states\x18\x08 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\x12\x11\n\tsignature\x18\x0e \x01(\t\x12\x0e\n\x06sha256\x18\x0f \x01(\t\x1a\xf5\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0b\x63hunk_numel\x18\x03 \x01(\r\x12\x17\n\x0fmin_slice_numel\x18\x04 \x01(\x04\x12,\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\x12\x31\n\toptimizer\x18\x06 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\'\n\x06layout\x18\x07 \x01(\x0b\x32\x17.axon_ps.wire.v1.Layout\x12\x0f\n\x07\x66ile_of\x18\x08 \x03(\r\x12\x41\n\tcommitted\x18\t \x03(\x0b\x32..axon_ps.wire.v1.Manifest.Model.CommittedEntry\x1a\x30\n\x0e\x43ommittedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\n\n\x08_version\x1aN\n\rAttachedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x05value\x18\x02 \x01(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile:\x02\x38\x01\"w\n\x0eSnapshotReport\x12\n\n\x02id\x18\x01 \x01(\x04\x12,\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1c.axon_ps.wire.v1.ErrorDetail\"Z\n\rRestoreReport\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1c.axon_ps.wire.v1.ErrorDetail\x12\r\n\x05model\x18\x03 \x01(\r\"}\n\rSnapshotOrder\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12.\n\x06models\x18\x04 \x03(\x0b\x32\x1e.axon_ps.wire.v1.ModelProgress\x12\x12\n\nbackground\x18\x05 \x01(\x08\"k\n\x0cRestoreOrder\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05model\x18\x04 \x01(\r\x12\x0f\n\x07section\x18\x05 \x01(\t\x12\x0e\n\x06sha256\x18\x06 \x01(\t\"\xae\x02\n\x0f\x43heckpointReply\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x12\n\nextra_json\x18\x04 \x01(\t\x12@\n\x08versions\x18\x05 \x03(\x0b\x32..axon_ps.wire.v1.CheckpointReply.VersionsEntry\x12\x11\n\toptimizer\x18\x08 \x01(\t\x12%\n\x05hyper\x18\x06 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12-\n\x06states\x18\x07 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,26 +40,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MANIFEST_ATTACHEDENTRY']._serialized_options = b'8\001'
   _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._loaded_options = None
   _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_SNAPSHOTFILE']._serialized_start=117
-  _globals['_SNAPSHOTFILE']._serialized_end=191
-  _globals['_MANIFEST']._serialized_start=194
-  _globals['_MANIFEST']._serialized_end=945
-  _globals['_MANIFEST_MODEL']._serialized_start=492
-  _globals['_MANIFEST_MODEL']._serialized_end=865
-  _globals['_MANIFEST_MODEL_COMMITTEDENTRY']._serialized_start=805
-  _globals['_MANIFEST_MODEL_COMMITTEDENTRY']._serialized_end=853
-  _globals['_MANIFEST_ATTACHEDENTRY']._serialized_start=867
-  _globals['_MANIFEST_ATTACHEDENTRY']._serialized_end=945
-  _globals['_SNAPSHOTREPORT']._serialized_start=947
-  _globals['_SNAPSHOTREPORT']._serialized_end=1066
-  _globals['_RESTOREREPORT']._serialized_start=1068
-  _globals['_RESTOREREPORT']._serialized_end=1158
-  _globals['_SNAPSHOTORDER']._serialized_start=1160
-  _globals['_SNAPSHOTORDER']._serialized_end=1285
-  _globals['_RESTOREORDER']._serialized_start=1287
-  _globals['_RESTOREORDER']._serialized_end=1394
-  _globals['_CHECKPOINTREPLY']._serialized_start=1397
-  _globals['_CHECKPOINTREPLY']._serialized_end=1699
-  _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._serialized_start=1652
-  _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._serialized_end=1699
+  _globals['_SNAPSHOTFILE']._serialized_start=147
+  _globals['_SNAPSHOTFILE']._serialized_end=221
+  _globals['_MANIFEST']._serialized_start=224
+  _globals['_MANIFEST']._serialized_end=975
+  _globals['_MANIFEST_MODEL']._serialized_start=522
+  _globals['_MANIFEST_MODEL']._serialized_end=895
+  _globals['_MANIFEST_MODEL_COMMITTEDENTRY']._serialized_start=835
+  _globals['_MANIFEST_MODEL_COMMITTEDENTRY']._serialized_end=883
+  _globals['_MANIFEST_ATTACHEDENTRY']._serialized_start=897
+  _globals['_MANIFEST_ATTACHEDENTRY']._serialized_end=975
+  _globals['_SNAPSHOTREPORT']._serialized_start=977
+  _globals['_SNAPSHOTREPORT']._serialized_end=1096
+  _globals['_RESTOREREPORT']._serialized_start=1098
+  _globals['_RESTOREREPORT']._serialized_end=1188
+  _globals['_SNAPSHOTORDER']._serialized_start=1190
+  _globals['_SNAPSHOTORDER']._serialized_end=1315
+  _globals['_RESTOREORDER']._serialized_start=1317
+  _globals['_RESTOREORDER']._serialized_end=1424
+  _globals['_CHECKPOINTREPLY']._serialized_start=1427
+  _globals['_CHECKPOINTREPLY']._serialized_end=1729
+  _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._serialized_start=1682
+  _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._serialized_end=1729
 # @@protoc_insertion_point(module_scope)

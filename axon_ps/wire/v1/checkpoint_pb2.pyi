@@ -1,4 +1,5 @@
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import layout_pb2 as _layout_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -46,10 +47,10 @@ class Manifest(_message.Message):
         min_slice_numel: int
         files: _containers.RepeatedCompositeFieldContainer[SnapshotFile]
         optimizer: _common_pb2.OptimizerSpec
-        layout: _common_pb2.Layout
+        layout: _layout_pb2.Layout
         file_of: _containers.RepeatedScalarFieldContainer[int]
         committed: _containers.ScalarMap[str, str]
-        def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., file_of: _Optional[_Iterable[int]] = ..., committed: _Optional[_Mapping[str, str]] = ...) -> None: ...
+        def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., layout: _Optional[_Union[_layout_pb2.Layout, _Mapping]] = ..., file_of: _Optional[_Iterable[int]] = ..., committed: _Optional[_Mapping[str, str]] = ...) -> None: ...
     class AttachedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]

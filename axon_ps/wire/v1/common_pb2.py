@@ -23,58 +23,37 @@ _sym_db = _symbol_database.Default()
 
 
 from axon_ps.wire.v1 import lease_pb2 as axon__ps_dot_wire_dot_v1_dot_lease__pb2
-from axon_ps.wire.v1 import policy_pb2 as axon__ps_dot_wire_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61xon_ps/wire/v1/common.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1b\x61xon_ps/wire/v1/lease.proto\x1a\x1c\x61xon_ps/wire/v1/policy.proto\"\x8c\x01\n\x0b\x43\x61llContext\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\r\x12\x11\n\tplacement\x18\x05 \x01(\x04\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x10\n\x08state_id\x18\x07 \x01(\t\"\xb8\x01\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12%\n\x05\x64type\x18\x04 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x0f\n\x07\x61liases\x18\x05 \x03(\t\x12)\n\x04\x66ull\x18\x06 \x01(\x0b\x32\x1b.axon_ps.wire.v1.FullTensor\x12\x0b\n\x03raw\x18\x07 \x01(\x08\x12\x0e\n\x06\x66loat8\x18\x08 \x01(\x08\"I\n\nFullTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x62\x65gin\x18\x03 \x03(\x04\x12\x0f\n\x07\x61liases\x18\x04 \x03(\t\"W\n\x04Unit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\nparameters\x18\x02 \x03(\x0b\x32\x1a.axon_ps.wire.v1.Parameter\x12\x11\n\ttrainable\x18\x03 \x01(\x08\".\n\x06Layout\x12$\n\x05units\x18\x01 \x03(\x0b\x32\x15.axon_ps.wire.v1.Unit\"=\n\x04Turn\x12\x0f\n\x07replica\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x15\n\rslowest_clock\x18\x03 \x01(\x04\"\x93\x01\n\x0b\x43ompression\x12\x0c\n\x04name\x18\x03 \x01(\t\x12:\n\x07options\x18\x04 \x03(\x0b\x32).axon_ps.wire.v1.Compression.OptionsEntry\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01J\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"Q\n\x08Grouping\x12\x0f\n\x07\x62y_node\x18\x01 \x01(\x08\x12\x0c\n\x04size\x18\x02 \x01(\r\x12&\n\x04rows\x18\x03 \x03(\x0b\x32\x18.axon_ps.wire.v1.RankRow\"\x18\n\x07RankRow\x12\r\n\x05ranks\x18\x01 \x03(\r\"\xa8\x03\n\x07JobSpec\x12\'\n\x06layout\x18\x01 \x01(\x0b\x32\x17.axon_ps.wire.v1.Layout\x12+\n\x0bparam_dtype\x18\x02 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12*\n\ngrad_dtype\x18\x03 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x13\n\x0b\x63hunk_numel\x18\x04 \x01(\r\x12\x17\n\x0fmin_slice_numel\x18\x05 \x01(\x04\x12\x17\n\x0freplica_is_node\x18\x06 \x01(\x08\x12\x37\n\x11param_compression\x18\x07 \x01(\x0b\x32\x1c.axon_ps.wire.v1.Compression\x12\x36\n\x10grad_compression\x18\x08 \x01(\x0b\x32\x1c.axon_ps.wire.v1.Compression\x12\'\n\x06policy\x18\n \x01(\x0b\x32\x17.axon_ps.wire.v1.Policy\x12\r\n\x05model\x18\x0b \x01(\t\x12+\n\x08grouping\x18\x0c \x01(\x0b\x32\x19.axon_ps.wire.v1.Grouping\"j\n\x05Hyper\x12\x32\n\x06values\x18\x01 \x03(\x0b\x32\".axon_ps.wire.v1.Hyper.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x80\x01\n\rOptimizerSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x06groups\x18\x02 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x10\n\x08group_of\x18\x03 \x03(\x05\x12\'\n\x07moments\x18\x04 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\"]\n\x0fOptimizerChange\x12\x31\n\toptimizer\x18\x01 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x17\n\x0fretains_moments\x18\x02 \x01(\x08\"\xac\x03\n\x05\x43hunk\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04unit\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\r\n\x05numel\x18\x06 \x01(\x04\x12%\n\x05\x64type\x18\x07 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x0f\n\x07replica\x18\x08 \x01(\r\x12\x0e\n\x06\x61\x62sent\x18\t \x01(\x08\x12\x12\n\ncompressed\x18\n \x01(\x08\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12\x0b\n\x03\x65nd\x18\x0e \x01(\x04\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x12%\n\x05lease\x18\x10 \x01(\x0b\x32\x16.axon_ps.wire.v1.Lease\x12\x13\n\x06\x64igest\x18\x11 \x01(\x06H\x00\x88\x01\x01\x12\x11\n\x04\x62\x61se\x18\x12 \x01(\x04H\x01\x88\x01\x01\x12\x0e\n\x06\x61\x64\x64\x65nd\x18\x13 \x01(\r\x12\x0f\n\x07updates\x18\x14 \x03(\x04\x42\t\n\x07_digestB\x07\n\x05_baseJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eR\x06leasesR\x07mapping\"@\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04*\xb5\x03\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nD_TYPE_F32\x10\x01\x12\x0f\n\x0b\x44_TYPE_BF16\x10\x02\x12\x0e\n\nD_TYPE_F16\x10\x03\x12\x0e\n\nD_TYPE_F64\x10\x04\x12\x0e\n\nD_TYPE_I64\x10\x05\x12\x0e\n\nD_TYPE_I32\x10\x06\x12\r\n\tD_TYPE_U8\x10\x07\x12\x0f\n\x0b\x44_TYPE_BOOL\x10\x08\x12\x15\n\x11\x44_TYPE_INT8_BLOCK\x10\t\x12\x12\n\x0e\x44_TYPE_F8_E4M3\x10\n\x12\x12\n\x0e\x44_TYPE_F8_E5M2\x10\x0b\x12\x16\n\x12\x44_TYPE_F8_E4M3FNUZ\x10\x0c\x12\x16\n\x12\x44_TYPE_F8_E5M2FNUZ\x10\r\x12\x12\n\x0e\x44_TYPE_F8_E8M0\x10\x0e\x12\x10\n\x0c\x44_TYPE_F4_X2\x10\x0f\x12\r\n\tD_TYPE_I8\x10\x10\x12\x0e\n\nD_TYPE_I16\x10\x11\x12\x0e\n\nD_TYPE_U16\x10\x12\x12\x0e\n\nD_TYPE_U32\x10\x13\x12\x0e\n\nD_TYPE_U64\x10\x14\x12\x0e\n\nD_TYPE_C32\x10\x15\x12\x0e\n\nD_TYPE_C64\x10\x16\x12\x0f\n\x0b\x44_TYPE_C128\x10\x17*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_WORKER\x10\x01\x12\x0e\n\nROLE_SHARD\x10\x02*[\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_COMMIT\x10\x01\x12\x10\n\x0cOUTCOME_SKIP\x10\x02\x12\x11\n\rOUTCOME_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61xon_ps/wire/v1/common.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1b\x61xon_ps/wire/v1/lease.proto\"\x8c\x01\n\x0b\x43\x61llContext\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\r\x12\x11\n\tplacement\x18\x05 \x01(\x04\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x10\n\x08state_id\x18\x07 \x01(\t\"=\n\x04Turn\x12\x0f\n\x07replica\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x15\n\rslowest_clock\x18\x03 \x01(\x04\"j\n\x05Hyper\x12\x32\n\x06values\x18\x01 \x03(\x0b\x32\".axon_ps.wire.v1.Hyper.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x80\x01\n\rOptimizerSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x06groups\x18\x02 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x10\n\x08group_of\x18\x03 \x03(\x05\x12\'\n\x07moments\x18\x04 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\"]\n\x0fOptimizerChange\x12\x31\n\toptimizer\x18\x01 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x17\n\x0fretains_moments\x18\x02 \x01(\x08\"\xac\x03\n\x05\x43hunk\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04unit\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\r\n\x05numel\x18\x06 \x01(\x04\x12%\n\x05\x64type\x18\x07 \x01(\x0e\x32\x16.axon_ps.wire.v1.DType\x12\x0f\n\x07replica\x18\x08 \x01(\r\x12\x0e\n\x06\x61\x62sent\x18\t \x01(\x08\x12\x12\n\ncompressed\x18\n \x01(\x08\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12\x0b\n\x03\x65nd\x18\x0e \x01(\x04\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x12%\n\x05lease\x18\x10 \x01(\x0b\x32\x16.axon_ps.wire.v1.Lease\x12\x13\n\x06\x64igest\x18\x11 \x01(\x06H\x00\x88\x01\x01\x12\x11\n\x04\x62\x61se\x18\x12 \x01(\x04H\x01\x88\x01\x01\x12\x0e\n\x06\x61\x64\x64\x65nd\x18\x13 \x01(\r\x12\x0f\n\x07updates\x18\x14 \x03(\x04\x42\t\n\x07_digestB\x07\n\x05_baseJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eR\x06leasesR\x07mapping\"@\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04*\xb5\x03\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nD_TYPE_F32\x10\x01\x12\x0f\n\x0b\x44_TYPE_BF16\x10\x02\x12\x0e\n\nD_TYPE_F16\x10\x03\x12\x0e\n\nD_TYPE_F64\x10\x04\x12\x0e\n\nD_TYPE_I64\x10\x05\x12\x0e\n\nD_TYPE_I32\x10\x06\x12\r\n\tD_TYPE_U8\x10\x07\x12\x0f\n\x0b\x44_TYPE_BOOL\x10\x08\x12\x15\n\x11\x44_TYPE_INT8_BLOCK\x10\t\x12\x12\n\x0e\x44_TYPE_F8_E4M3\x10\n\x12\x12\n\x0e\x44_TYPE_F8_E5M2\x10\x0b\x12\x16\n\x12\x44_TYPE_F8_E4M3FNUZ\x10\x0c\x12\x16\n\x12\x44_TYPE_F8_E5M2FNUZ\x10\r\x12\x12\n\x0e\x44_TYPE_F8_E8M0\x10\x0e\x12\x10\n\x0c\x44_TYPE_F4_X2\x10\x0f\x12\r\n\tD_TYPE_I8\x10\x10\x12\x0e\n\nD_TYPE_I16\x10\x11\x12\x0e\n\nD_TYPE_U16\x10\x12\x12\x0e\n\nD_TYPE_U32\x10\x13\x12\x0e\n\nD_TYPE_U64\x10\x14\x12\x0e\n\nD_TYPE_C32\x10\x15\x12\x0e\n\nD_TYPE_C64\x10\x16\x12\x0f\n\x0b\x44_TYPE_C128\x10\x17*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_WORKER\x10\x01\x12\x0e\n\nROLE_SHARD\x10\x02*[\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_COMMIT\x10\x01\x12\x10\n\x0cOUTCOME_SKIP\x10\x02\x12\x11\n\rOUTCOME_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'axon_ps.wire.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_COMPRESSION_OPTIONSENTRY']._loaded_options = None
-  _globals['_COMPRESSION_OPTIONSENTRY']._serialized_options = b'8\001'
   _globals['_HYPER_VALUESENTRY']._loaded_options = None
   _globals['_HYPER_VALUESENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=2231
-  _globals['_DTYPE']._serialized_end=2668
-  _globals['_ROLE']._serialized_start=2670
-  _globals['_ROLE']._serialized_end=2731
-  _globals['_OUTCOME']._serialized_start=2733
-  _globals['_OUTCOME']._serialized_end=2824
-  _globals['_CALLCONTEXT']._serialized_start=109
-  _globals['_CALLCONTEXT']._serialized_end=249
-  _globals['_PARAMETER']._serialized_start=252
-  _globals['_PARAMETER']._serialized_end=436
-  _globals['_FULLTENSOR']._serialized_start=438
-  _globals['_FULLTENSOR']._serialized_end=511
-  _globals['_UNIT']._serialized_start=513
-  _globals['_UNIT']._serialized_end=600
-  _globals['_LAYOUT']._serialized_start=602
-  _globals['_LAYOUT']._serialized_end=648
-  _globals['_TURN']._serialized_start=650
-  _globals['_TURN']._serialized_end=711
-  _globals['_COMPRESSION']._serialized_start=714
-  _globals['_COMPRESSION']._serialized_end=861
-  _globals['_COMPRESSION_OPTIONSENTRY']._serialized_start=803
-  _globals['_COMPRESSION_OPTIONSENTRY']._serialized_end=849
-  _globals['_GROUPING']._serialized_start=863
-  _globals['_GROUPING']._serialized_end=944
-  _globals['_RANKROW']._serialized_start=946
-  _globals['_RANKROW']._serialized_end=970
-  _globals['_JOBSPEC']._serialized_start=973
-  _globals['_JOBSPEC']._serialized_end=1397
-  _globals['_HYPER']._serialized_start=1399
-  _globals['_HYPER']._serialized_end=1505
-  _globals['_HYPER_VALUESENTRY']._serialized_start=1460
-  _globals['_HYPER_VALUESENTRY']._serialized_end=1505
-  _globals['_OPTIMIZERSPEC']._serialized_start=1508
-  _globals['_OPTIMIZERSPEC']._serialized_end=1636
-  _globals['_OPTIMIZERCHANGE']._serialized_start=1638
-  _globals['_OPTIMIZERCHANGE']._serialized_end=1731
-  _globals['_CHUNK']._serialized_start=1734
-  _globals['_CHUNK']._serialized_end=2162
-  _globals['_ERRORDETAIL']._serialized_start=2164
-  _globals['_ERRORDETAIL']._serialized_end=2228
+  _globals['_DTYPE']._serialized_start=1116
+  _globals['_DTYPE']._serialized_end=1553
+  _globals['_ROLE']._serialized_start=1555
+  _globals['_ROLE']._serialized_end=1616
+  _globals['_OUTCOME']._serialized_start=1618
+  _globals['_OUTCOME']._serialized_end=1709
+  _globals['_CALLCONTEXT']._serialized_start=79
+  _globals['_CALLCONTEXT']._serialized_end=219
+  _globals['_TURN']._serialized_start=221
+  _globals['_TURN']._serialized_end=282
+  _globals['_HYPER']._serialized_start=284
+  _globals['_HYPER']._serialized_end=390
+  _globals['_HYPER_VALUESENTRY']._serialized_start=345
+  _globals['_HYPER_VALUESENTRY']._serialized_end=390
+  _globals['_OPTIMIZERSPEC']._serialized_start=393
+  _globals['_OPTIMIZERSPEC']._serialized_end=521
+  _globals['_OPTIMIZERCHANGE']._serialized_start=523
+  _globals['_OPTIMIZERCHANGE']._serialized_end=616
+  _globals['_CHUNK']._serialized_start=619
+  _globals['_CHUNK']._serialized_end=1047
+  _globals['_ERRORDETAIL']._serialized_start=1049
+  _globals['_ERRORDETAIL']._serialized_end=1113
 # @@protoc_insertion_point(module_scope)

@@ -24,6 +24,7 @@ _sym_db = _symbol_database.Default()
 
 from axon_ps.wire.v1 import checkpoint_pb2 as axon__ps_dot_wire_dot_v1_dot_checkpoint__pb2
 from axon_ps.wire.v1 import common_pb2 as axon__ps_dot_wire_dot_v1_dot_common__pb2
+from axon_ps.wire.v1 import layout_pb2 as axon__ps_dot_wire_dot_v1_dot_layout__pb2
 from axon_ps.wire.v1 import logs_pb2 as axon__ps_dot_wire_dot_v1_dot_logs__pb2
 from axon_ps.wire.v1 import membership_pb2 as axon__ps_dot_wire_dot_v1_dot_membership__pb2
 from axon_ps.wire.v1 import multiplex_pb2 as axon__ps_dot_wire_dot_v1_dot_multiplex__pb2
@@ -35,39 +36,39 @@ from axon_ps.wire.v1 import trace_pb2 as axon__ps_dot_wire_dot_v1_dot_trace__pb2
 from axon_ps.wire.v1 import watch_pb2 as axon__ps_dot_wire_dot_v1_dot_watch__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!axon_ps/wire/v1/coordinator.proto\x12\x0f\x61xon_ps.wire.v1\x1a axon_ps/wire/v1/checkpoint.proto\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a\x1a\x61xon_ps/wire/v1/logs.proto\x1a axon_ps/wire/v1/membership.proto\x1a\x1f\x61xon_ps/wire/v1/multiplex.proto\x1a\x1f\x61xon_ps/wire/v1/placement.proto\x1a axon_ps/wire/v1/revocation.proto\x1a\x1d\x61xon_ps/wire/v1/session.proto\x1a\x1c\x61xon_ps/wire/v1/status.proto\x1a\x1b\x61xon_ps/wire/v1/trace.proto\x1a\x1b\x61xon_ps/wire/v1/watch.proto\"o\n\x0e\x42\x61rrierRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"\"\n\x0c\x42\x61rrierReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"\xae\x01\n\tKVRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12!\n\x02op\x18\x02 \x01(\x0e\x32\x15.axon_ps.wire.v1.KVOp\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\x0c\x12\x10\n\x08\x65xpected\x18\x05 \x01(\x0c\x12\x0e\n\x06\x61mount\x18\x06 \x01(\x03\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\"4\n\x07KVReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x0b\n\x03sum\x18\x03 \x01(\x03\"\xde\x01\n\x0fRegisterRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.axon_ps.wire.v1.JobSpec\x12\x31\n\toptimizer\x18\x03 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\r\n\x05later\x18\x05 \x01(\x08\x12\x16\n\ttimeout_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"w\n\rRegisterReply\x12\r\n\x05\x66irst\x18\x01 \x01(\x08\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06upload\x18\x04 \x01(\x08\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\r\"k\n\x0eReleaseRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x12\n\x05model\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04name\x18\x03 \x01(\tB\x08\n\x06_model\" \n\x0cReleaseReply\x12\x10\n\x08released\x18\x01 \x01(\x08\"N\n\x0f\x44\x65scribeRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04name\x18\x02 \x01(\t\"m\n\rDescribeReply\x12&\n\x03job\x18\x01 \x01(\x0b\x32\x19.axon_ps.wire.v1.JobEvent\x12\x34\n\nmembership\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEvent\"\xaa\x01\n\x15SaveCheckpointRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\x12\x12\n\nbackground\x18\x04 \x01(\x08\x12-\n\x06states\x18\x05 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\"f\n\x18RestoreCheckpointRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0e\n\x06models\x18\x03 \x03(\t*\x87\x01\n\x04KVOp\x12\x15\n\x11KV_OP_UNSPECIFIED\x10\x00\x12\r\n\tKV_OP_PUT\x10\x01\x12\r\n\tKV_OP_GET\x10\x02\x12\x0e\n\nKV_OP_WAIT\x10\x03\x12\r\n\tKV_OP_ADD\x10\x04\x12\x19\n\x15KV_OP_COMPARE_AND_SET\x10\x05\x12\x10\n\x0cKV_OP_DELETE\x10\x06\x32\xf2\x08\n\x0b\x43oordinator\x12M\n\x07Session\x12\x1f.axon_ps.wire.v1.SessionRequest\x1a\x1d.axon_ps.wire.v1.SessionEvent(\x01\x30\x01\x12\x43\n\x0bHostSession\x12\x17.axon_ps.wire.v1.Frames\x1a\x17.axon_ps.wire.v1.Frames(\x01\x30\x01\x12I\n\x07\x42\x61rrier\x12\x1f.axon_ps.wire.v1.BarrierRequest\x1a\x1d.axon_ps.wire.v1.BarrierReply\x12:\n\x02KV\x12\x1a.axon_ps.wire.v1.KVRequest\x1a\x18.axon_ps.wire.v1.KVReply\x12L\n\x08Register\x12 .axon_ps.wire.v1.RegisterRequest\x1a\x1e.axon_ps.wire.v1.RegisterReply\x12I\n\x07Release\x12\x1f.axon_ps.wire.v1.ReleaseRequest\x1a\x1d.axon_ps.wire.v1.ReleaseReply\x12Z\n\x0eSaveCheckpoint\x12&.axon_ps.wire.v1.SaveCheckpointRequest\x1a .axon_ps.wire.v1.CheckpointReply\x12`\n\x11RestoreCheckpoint\x12).axon_ps.wire.v1.RestoreCheckpointRequest\x1a .axon_ps.wire.v1.CheckpointReply\x12\x43\n\x05\x44rain\x12\x1d.axon_ps.wire.v1.DrainRequest\x1a\x1b.axon_ps.wire.v1.DrainReply\x12\x46\n\x06Revoke\x12\x1e.axon_ps.wire.v1.RevokeRequest\x1a\x1c.axon_ps.wire.v1.RevokeReply\x12L\n\x08\x44\x65scribe\x12 .axon_ps.wire.v1.DescribeRequest\x1a\x1e.axon_ps.wire.v1.DescribeReply\x12\x43\n\x05Trace\x12\x1d.axon_ps.wire.v1.TraceRequest\x1a\x1b.axon_ps.wire.v1.TraceReply\x12\x46\n\x06Status\x12\x1e.axon_ps.wire.v1.StatusRequest\x1a\x1c.axon_ps.wire.v1.StatusReply\x12G\n\x05Watch\x12\x1d.axon_ps.wire.v1.WatchRequest\x1a\x1b.axon_ps.wire.v1.WatchEvent(\x01\x30\x01\x12@\n\x04Logs\x12\x1c.axon_ps.wire.v1.LogsRequest\x1a\x1a.axon_ps.wire.v1.LogsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!axon_ps/wire/v1/coordinator.proto\x12\x0f\x61xon_ps.wire.v1\x1a axon_ps/wire/v1/checkpoint.proto\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a\x1c\x61xon_ps/wire/v1/layout.proto\x1a\x1a\x61xon_ps/wire/v1/logs.proto\x1a axon_ps/wire/v1/membership.proto\x1a\x1f\x61xon_ps/wire/v1/multiplex.proto\x1a\x1f\x61xon_ps/wire/v1/placement.proto\x1a axon_ps/wire/v1/revocation.proto\x1a\x1d\x61xon_ps/wire/v1/session.proto\x1a\x1c\x61xon_ps/wire/v1/status.proto\x1a\x1b\x61xon_ps/wire/v1/trace.proto\x1a\x1b\x61xon_ps/wire/v1/watch.proto\"o\n\x0e\x42\x61rrierRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"\"\n\x0c\x42\x61rrierReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"\xae\x01\n\tKVRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12!\n\x02op\x18\x02 \x01(\x0e\x32\x15.axon_ps.wire.v1.KVOp\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\x0c\x12\x10\n\x08\x65xpected\x18\x05 \x01(\x0c\x12\x0e\n\x06\x61mount\x18\x06 \x01(\x03\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\"4\n\x07KVReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x0b\n\x03sum\x18\x03 \x01(\x03\"\xde\x01\n\x0fRegisterRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.axon_ps.wire.v1.JobSpec\x12\x31\n\toptimizer\x18\x03 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\r\n\x05later\x18\x05 \x01(\x08\x12\x16\n\ttimeout_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"w\n\rRegisterReply\x12\r\n\x05\x66irst\x18\x01 \x01(\x08\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06upload\x18\x04 \x01(\x08\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\r\"k\n\x0eReleaseRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x12\n\x05model\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04name\x18\x03 \x01(\tB\x08\n\x06_model\" \n\x0cReleaseReply\x12\x10\n\x08released\x18\x01 \x01(\x08\"N\n\x0f\x44\x65scribeRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04name\x18\x02 \x01(\t\"m\n\rDescribeReply\x12&\n\x03job\x18\x01 \x01(\x0b\x32\x19.axon_ps.wire.v1.JobEvent\x12\x34\n\nmembership\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEvent\"\xaa\x01\n\x15SaveCheckpointRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\x12\x12\n\nbackground\x18\x04 \x01(\x08\x12-\n\x06states\x18\x05 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\"f\n\x18RestoreCheckpointRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0e\n\x06models\x18\x03 \x03(\t*\x87\x01\n\x04KVOp\x12\x15\n\x11KV_OP_UNSPECIFIED\x10\x00\x12\r\n\tKV_OP_PUT\x10\x01\x12\r\n\tKV_OP_GET\x10\x02\x12\x0e\n\nKV_OP_WAIT\x10\x03\x12\r\n\tKV_OP_ADD\x10\x04\x12\x19\n\x15KV_OP_COMPARE_AND_SET\x10\x05\x12\x10\n\x0cKV_OP_DELETE\x10\x06\x32\xf2\x08\n\x0b\x43oordinator\x12M\n\x07Session\x12\x1f.axon_ps.wire.v1.SessionRequest\x1a\x1d.axon_ps.wire.v1.SessionEvent(\x01\x30\x01\x12\x43\n\x0bHostSession\x12\x17.axon_ps.wire.v1.Frames\x1a\x17.axon_ps.wire.v1.Frames(\x01\x30\x01\x12I\n\x07\x42\x61rrier\x12\x1f.axon_ps.wire.v1.BarrierRequest\x1a\x1d.axon_ps.wire.v1.BarrierReply\x12:\n\x02KV\x12\x1a.axon_ps.wire.v1.KVRequest\x1a\x18.axon_ps.wire.v1.KVReply\x12L\n\x08Register\x12 .axon_ps.wire.v1.RegisterRequest\x1a\x1e.axon_ps.wire.v1.RegisterReply\x12I\n\x07Release\x12\x1f.axon_ps.wire.v1.ReleaseRequest\x1a\x1d.axon_ps.wire.v1.ReleaseReply\x12Z\n\x0eSaveCheckpoint\x12&.axon_ps.wire.v1.SaveCheckpointRequest\x1a .axon_ps.wire.v1.CheckpointReply\x12`\n\x11RestoreCheckpoint\x12).axon_ps.wire.v1.RestoreCheckpointRequest\x1a .axon_ps.wire.v1.CheckpointReply\x12\x43\n\x05\x44rain\x12\x1d.axon_ps.wire.v1.DrainRequest\x1a\x1b.axon_ps.wire.v1.DrainReply\x12\x46\n\x06Revoke\x12\x1e.axon_ps.wire.v1.RevokeRequest\x1a\x1c.axon_ps.wire.v1.RevokeReply\x12L\n\x08\x44\x65scribe\x12 .axon_ps.wire.v1.DescribeRequest\x1a\x1e.axon_ps.wire.v1.DescribeReply\x12\x43\n\x05Trace\x12\x1d.axon_ps.wire.v1.TraceRequest\x1a\x1b.axon_ps.wire.v1.TraceReply\x12\x46\n\x06Status\x12\x1e.axon_ps.wire.v1.StatusRequest\x1a\x1c.axon_ps.wire.v1.StatusReply\x12G\n\x05Watch\x12\x1d.axon_ps.wire.v1.WatchRequest\x1a\x1b.axon_ps.wire.v1.WatchEvent(\x01\x30\x01\x12@\n\x04Logs\x12\x1c.axon_ps.wire.v1.LogsRequest\x1a\x1a.axon_ps.wire.v1.LogsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'axon_ps.wire.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVOP']._serialized_start=1737
-  _globals['_KVOP']._serialized_end=1872
-  _globals['_BARRIERREQUEST']._serialized_start=399
-  _globals['_BARRIERREQUEST']._serialized_end=510
-  _globals['_BARRIERREPLY']._serialized_start=512
-  _globals['_BARRIERREPLY']._serialized_end=546
-  _globals['_KVREQUEST']._serialized_start=549
-  _globals['_KVREQUEST']._serialized_end=723
-  _globals['_KVREPLY']._serialized_start=725
-  _globals['_KVREPLY']._serialized_end=777
-  _globals['_REGISTERREQUEST']._serialized_start=780
-  _globals['_REGISTERREQUEST']._serialized_end=1002
-  _globals['_REGISTERREPLY']._serialized_start=1004
-  _globals['_REGISTERREPLY']._serialized_end=1123
-  _globals['_RELEASEREQUEST']._serialized_start=1125
-  _globals['_RELEASEREQUEST']._serialized_end=1232
-  _globals['_RELEASEREPLY']._serialized_start=1234
-  _globals['_RELEASEREPLY']._serialized_end=1266
-  _globals['_DESCRIBEREQUEST']._serialized_start=1268
-  _globals['_DESCRIBEREQUEST']._serialized_end=1346
-  _globals['_DESCRIBEREPLY']._serialized_start=1348
-  _globals['_DESCRIBEREPLY']._serialized_end=1457
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1460
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1630
-  _globals['_RESTORECHECKPOINTREQUEST']._serialized_start=1632
-  _globals['_RESTORECHECKPOINTREQUEST']._serialized_end=1734
-  _globals['_COORDINATOR']._serialized_start=1875
-  _globals['_COORDINATOR']._serialized_end=3013
+  _globals['_KVOP']._serialized_start=1767
+  _globals['_KVOP']._serialized_end=1902
+  _globals['_BARRIERREQUEST']._serialized_start=429
+  _globals['_BARRIERREQUEST']._serialized_end=540
+  _globals['_BARRIERREPLY']._serialized_start=542
+  _globals['_BARRIERREPLY']._serialized_end=576
+  _globals['_KVREQUEST']._serialized_start=579
+  _globals['_KVREQUEST']._serialized_end=753
+  _globals['_KVREPLY']._serialized_start=755
+  _globals['_KVREPLY']._serialized_end=807
+  _globals['_REGISTERREQUEST']._serialized_start=810
+  _globals['_REGISTERREQUEST']._serialized_end=1032
+  _globals['_REGISTERREPLY']._serialized_start=1034
+  _globals['_REGISTERREPLY']._serialized_end=1153
+  _globals['_RELEASEREQUEST']._serialized_start=1155
+  _globals['_RELEASEREQUEST']._serialized_end=1262
+  _globals['_RELEASEREPLY']._serialized_start=1264
+  _globals['_RELEASEREPLY']._serialized_end=1296
+  _globals['_DESCRIBEREQUEST']._serialized_start=1298
+  _globals['_DESCRIBEREQUEST']._serialized_end=1376
+  _globals['_DESCRIBEREPLY']._serialized_start=1378
+  _globals['_DESCRIBEREPLY']._serialized_end=1487
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1490
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1660
+  _globals['_RESTORECHECKPOINTREQUEST']._serialized_start=1662
+  _globals['_RESTORECHECKPOINTREQUEST']._serialized_end=1764
+  _globals['_COORDINATOR']._serialized_start=1905
+  _globals['_COORDINATOR']._serialized_end=3043
 # @@protoc_insertion_point(module_scope)

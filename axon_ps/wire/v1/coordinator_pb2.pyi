@@ -1,5 +1,6 @@
 from axon_ps.wire.v1 import checkpoint_pb2 as _checkpoint_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import layout_pb2 as _layout_pb2
 from axon_ps.wire.v1 import logs_pb2 as _logs_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from axon_ps.wire.v1 import multiplex_pb2 as _multiplex_pb2
@@ -90,12 +91,12 @@ class RegisterRequest(_message.Message):
     LATER_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
-    spec: _common_pb2.JobSpec
+    spec: _layout_pb2.JobSpec
     optimizer: _common_pb2.OptimizerSpec
     name: str
     later: bool
     timeout_s: float
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., name: _Optional[str] = ..., later: bool = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., spec: _Optional[_Union[_layout_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., name: _Optional[str] = ..., later: bool = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
     __slots__ = ("first", "initialized", "version", "upload", "generation", "model")

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from axon_ps.wire.v1 import common_pb2 as axon__ps_dot_wire_dot_v1_dot_common__pb2
+from axon_ps.wire.v1 import layout_pb2 as axon__ps_dot_wire_dot_v1_dot_layout__pb2
 from axon_ps.wire.v1 import logs_pb2 as axon__ps_dot_wire_dot_v1_dot_logs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n axon_ps/wire/v1/membership.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a\x1a\x61xon_ps/wire/v1/logs.proto\"\xa4\x01\n\x06Member\x12#\n\x04role\x18\x01 \x01(\x0e\x32\x15.axon_ps.wire.v1.Role\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x12\n\nlocal_rank\x18\x06 \x01(\r\x12\x0f\n\x07replica\x18\x07 \x01(\x05\x12\x0e\n\x06joined\x18\x08 \x01(\x04\"\x90\x03\n\x0fMembershipEvent\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12(\n\x07workers\x18\x02 \x03(\x0b\x32\x17.axon_ps.wire.v1.Member\x12\'\n\x06shards\x18\x03 \x03(\x0b\x32\x17.axon_ps.wire.v1.Member\x12\x14\n\x0cnum_replicas\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x07 \x01(\x08\x12\x13\n\x0bwaiting_for\x18\x08 \x01(\t\x12)\n\x08\x66inished\x18\t \x03(\x0b\x32\x17.axon_ps.wire.v1.Member\x12.\n\x06models\x18\n \x03(\x0b\x32\x1e.axon_ps.wire.v1.ModelProgress\x12\x0f\n\x07\x62y_node\x18\x0b \x01(\x08\x12\x0f\n\x07is_over\x18\x0c \x01(\x08\x12\x10\n\x08state_id\x18\r \x01(\t\x12+\n\x08grouping\x18\x0e \x01(\x0b\x32\x19.axon_ps.wire.v1.Grouping\"\xad\x01\n\x14MembershipDifference\x12\r\n\x05since\x18\x01 \x01(\x04\x12-\n\x03now\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEvent\x12\x14\n\x0cworkers_gone\x18\x03 \x03(\r\x12\x13\n\x0bshards_gone\x18\x04 \x03(\r\x12\x15\n\rfinished_gone\x18\x05 \x01(\r\x12\x15\n\rsame_grouping\x18\x06 \x01(\x08\"\xac\x01\n\x07Welcome\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x12\n\nnum_shards\x18\x04 \x01(\r\x12\x10\n\x08state_id\x18\x05 \x01(\t\x12\x10\n\x08released\x18\x06 \x03(\r\x12%\n\x05\x62uild\x18\x07 \x01(\x0b\x32\x16.axon_ps.wire.v1.Build\x12\x0f\n\x07\x61\x64\x64\x65nds\x18\x08 \x01(\x08\"*\n\x05\x42uild\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\"u\n\x08Position\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12.\n\x06models\x18\x02 \x03(\x0b\x32\x1e.axon_ps.wire.v1.ModelPosition\x12\x10\n\x08released\x18\x03 \x03(\r\x12\x13\n\x0bsnapshot_id\x18\x04 \x01(\x04\"\x87\x01\n\rModelPosition\x12\r\n\x05model\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x11\n\tplacement\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x13\n\x0binitialized\x18\x06 \x01(\x08\x12\x11\n\toptimized\x18\x07 \x01(\x08\")\n\x05Leave\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"=\n\rModelProgress\x12\r\n\x05model\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\";\n\x08\x43opyFrom\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07version\x18\x03 \x01(\x04\"\xea\x01\n\tHeartbeat\x12\x38\n\x07metrics\x18\x01 \x03(\x0b\x32\'.axon_ps.wire.v1.Heartbeat.MetricsEntry\x12(\n\x04logs\x18\x02 \x03(\x0b\x32\x1a.axon_ps.wire.v1.LogRecord\x12\x14\n\x0clogs_dropped\x18\x03 \x01(\x04\x12\x33\n\x0c\x63onnectivity\x18\x04 \x01(\x0b\x32\x1d.axon_ps.wire.v1.Connectivity\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"4\n\x0c\x43onnectivity\x12\x13\n\x0bunreachable\x18\x01 \x03(\t\x12\x0f\n\x07reached\x18\x02 \x03(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n axon_ps/wire/v1/membership.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a\x1c\x61xon_ps/wire/v1/layout.proto\x1a\x1a\x61xon_ps/wire/v1/logs.proto\"\xa4\x01\n\x06Member\x12#\n\x04role\x18\x01 \x01(\x0e\x32\x15.axon_ps.wire.v1.Role\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x12\n\nlocal_rank\x18\x06 \x01(\r\x12\x0f\n\x07replica\x18\x07 \x01(\x05\x12\x0e\n\x06joined\x18\x08 \x01(\x04\"\x90\x03\n\x0fMembershipEvent\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12(\n\x07workers\x18\x02 \x03(\x0b\x32\x17.axon_ps.wire.v1.Member\x12\'\n\x06shards\x18\x03 \x03(\x0b\x32\x17.axon_ps.wire.v1.Member\x12\x14\n\x0cnum_replicas\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x07 \x01(\x08\x12\x13\n\x0bwaiting_for\x18\x08 \x01(\t\x12)\n\x08\x66inished\x18\t \x03(\x0b\x32\x17.axon_ps.wire.v1.Member\x12.\n\x06models\x18\n \x03(\x0b\x32\x1e.axon_ps.wire.v1.ModelProgress\x12\x0f\n\x07\x62y_node\x18\x0b \x01(\x08\x12\x0f\n\x07is_over\x18\x0c \x01(\x08\x12\x10\n\x08state_id\x18\r \x01(\t\x12+\n\x08grouping\x18\x0e \x01(\x0b\x32\x19.axon_ps.wire.v1.Grouping\"\xad\x01\n\x14MembershipDifference\x12\r\n\x05since\x18\x01 \x01(\x04\x12-\n\x03now\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEvent\x12\x14\n\x0cworkers_gone\x18\x03 \x03(\r\x12\x13\n\x0bshards_gone\x18\x04 \x03(\r\x12\x15\n\rfinished_gone\x18\x05 \x01(\r\x12\x15\n\rsame_grouping\x18\x06 \x01(\x08\"\xac\x01\n\x07Welcome\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x12\n\nnum_shards\x18\x04 \x01(\r\x12\x10\n\x08state_id\x18\x05 \x01(\t\x12\x10\n\x08released\x18\x06 \x03(\r\x12%\n\x05\x62uild\x18\x07 \x01(\x0b\x32\x16.axon_ps.wire.v1.Build\x12\x0f\n\x07\x61\x64\x64\x65nds\x18\x08 \x01(\x08\"*\n\x05\x42uild\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\"u\n\x08Position\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12.\n\x06models\x18\x02 \x03(\x0b\x32\x1e.axon_ps.wire.v1.ModelPosition\x12\x10\n\x08released\x18\x03 \x03(\r\x12\x13\n\x0bsnapshot_id\x18\x04 \x01(\x04\"\x87\x01\n\rModelPosition\x12\r\n\x05model\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x11\n\tplacement\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x13\n\x0binitialized\x18\x06 \x01(\x08\x12\x11\n\toptimized\x18\x07 \x01(\x08\")\n\x05Leave\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"=\n\rModelProgress\x12\r\n\x05model\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\";\n\x08\x43opyFrom\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07version\x18\x03 \x01(\x04\"\xea\x01\n\tHeartbeat\x12\x38\n\x07metrics\x18\x01 \x03(\x0b\x32\'.axon_ps.wire.v1.Heartbeat.MetricsEntry\x12(\n\x04logs\x18\x02 \x03(\x0b\x32\x1a.axon_ps.wire.v1.LogRecord\x12\x14\n\x0clogs_dropped\x18\x03 \x01(\x04\x12\x33\n\x0c\x63onnectivity\x18\x04 \x01(\x0b\x32\x1d.axon_ps.wire.v1.Connectivity\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"4\n\x0c\x43onnectivity\x12\x13\n\x0bunreachable\x18\x01 \x03(\t\x12\x0f\n\x07reached\x18\x02 \x03(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,30 +36,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HEARTBEAT_METRICSENTRY']._loaded_options = None
   _globals['_HEARTBEAT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_MEMBER']._serialized_start=112
-  _globals['_MEMBER']._serialized_end=276
-  _globals['_MEMBERSHIPEVENT']._serialized_start=279
-  _globals['_MEMBERSHIPEVENT']._serialized_end=679
-  _globals['_MEMBERSHIPDIFFERENCE']._serialized_start=682
-  _globals['_MEMBERSHIPDIFFERENCE']._serialized_end=855
-  _globals['_WELCOME']._serialized_start=858
-  _globals['_WELCOME']._serialized_end=1030
-  _globals['_BUILD']._serialized_start=1032
-  _globals['_BUILD']._serialized_end=1074
-  _globals['_POSITION']._serialized_start=1076
-  _globals['_POSITION']._serialized_end=1193
-  _globals['_MODELPOSITION']._serialized_start=1196
-  _globals['_MODELPOSITION']._serialized_end=1331
-  _globals['_LEAVE']._serialized_start=1333
-  _globals['_LEAVE']._serialized_end=1374
-  _globals['_MODELPROGRESS']._serialized_start=1376
-  _globals['_MODELPROGRESS']._serialized_end=1437
-  _globals['_COPYFROM']._serialized_start=1439
-  _globals['_COPYFROM']._serialized_end=1498
-  _globals['_HEARTBEAT']._serialized_start=1501
-  _globals['_HEARTBEAT']._serialized_end=1735
-  _globals['_HEARTBEAT_METRICSENTRY']._serialized_start=1689
-  _globals['_HEARTBEAT_METRICSENTRY']._serialized_end=1735
-  _globals['_CONNECTIVITY']._serialized_start=1737
-  _globals['_CONNECTIVITY']._serialized_end=1789
+  _globals['_MEMBER']._serialized_start=142
+  _globals['_MEMBER']._serialized_end=306
+  _globals['_MEMBERSHIPEVENT']._serialized_start=309
+  _globals['_MEMBERSHIPEVENT']._serialized_end=709
+  _globals['_MEMBERSHIPDIFFERENCE']._serialized_start=712
+  _globals['_MEMBERSHIPDIFFERENCE']._serialized_end=885
+  _globals['_WELCOME']._serialized_start=888
+  _globals['_WELCOME']._serialized_end=1060
+  _globals['_BUILD']._serialized_start=1062
+  _globals['_BUILD']._serialized_end=1104
+  _globals['_POSITION']._serialized_start=1106
+  _globals['_POSITION']._serialized_end=1223
+  _globals['_MODELPOSITION']._serialized_start=1226
+  _globals['_MODELPOSITION']._serialized_end=1361
+  _globals['_LEAVE']._serialized_start=1363
+  _globals['_LEAVE']._serialized_end=1404
+  _globals['_MODELPROGRESS']._serialized_start=1406
+  _globals['_MODELPROGRESS']._serialized_end=1467
+  _globals['_COPYFROM']._serialized_start=1469
+  _globals['_COPYFROM']._serialized_end=1528
+  _globals['_HEARTBEAT']._serialized_start=1531
+  _globals['_HEARTBEAT']._serialized_end=1765
+  _globals['_HEARTBEAT_METRICSENTRY']._serialized_start=1719
+  _globals['_HEARTBEAT_METRICSENTRY']._serialized_end=1765
+  _globals['_CONNECTIVITY']._serialized_start=1767
+  _globals['_CONNECTIVITY']._serialized_end=1819
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import layout_pb2 as _layout_pb2
 from axon_ps.wire.v1 import logs_pb2 as _logs_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -57,8 +58,8 @@ class MembershipEvent(_message.Message):
     by_node: bool
     is_over: bool
     state_id: str
-    grouping: _common_pb2.Grouping
-    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ..., finished: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelProgress, _Mapping]]] = ..., by_node: bool = ..., is_over: bool = ..., state_id: _Optional[str] = ..., grouping: _Optional[_Union[_common_pb2.Grouping, _Mapping]] = ...) -> None: ...
+    grouping: _layout_pb2.Grouping
+    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ..., finished: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelProgress, _Mapping]]] = ..., by_node: bool = ..., is_over: bool = ..., state_id: _Optional[str] = ..., grouping: _Optional[_Union[_layout_pb2.Grouping, _Mapping]] = ...) -> None: ...
 
 class MembershipDifference(_message.Message):
     __slots__ = ("since", "now", "workers_gone", "shards_gone", "finished_gone", "same_grouping")

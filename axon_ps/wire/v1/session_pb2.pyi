@@ -1,5 +1,6 @@
 from axon_ps.wire.v1 import checkpoint_pb2 as _checkpoint_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import layout_pb2 as _layout_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from axon_ps.wire.v1 import memory_pb2 as _memory_pb2
 from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
@@ -208,7 +209,7 @@ class JobEvent(_message.Message):
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     NO_ROOM_FIELD_NUMBER: _ClassVar[int]
-    spec: _common_pb2.JobSpec
+    spec: _layout_pb2.JobSpec
     optimizer: _common_pb2.OptimizerSpec
     initialized: bool
     version: int
@@ -220,7 +221,7 @@ class JobEvent(_message.Message):
     placement: _placement_pb2.Placement
     committed: _containers.ScalarMap[str, str]
     no_room: str
-    def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., committed: _Optional[_Mapping[str, str]] = ..., no_room: _Optional[str] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[_layout_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., committed: _Optional[_Mapping[str, str]] = ..., no_room: _Optional[str] = ...) -> None: ...
 
 class DecisionEvent(_message.Message):
     __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn", "model", "copy", "commit", "traceparent", "weight", "untouched", "optimizer", "refused")

@@ -29,7 +29,15 @@ from axon_ps.wire.events import (
     VoteRequest,
     Welcome,
 )
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, placement_pb2, session_pb2, status_pb2
+from axon_ps.wire.v1 import (
+    checkpoint_pb2,
+    common_pb2,
+    layout_pb2,
+    membership_pb2,
+    placement_pb2,
+    session_pb2,
+    status_pb2,
+)
 from coordinator_driver import OPTIMIZER, SPEC
 
 MEMBERSHIP = Membership(
@@ -218,10 +226,10 @@ def test_what_cannot_be_is_refused(parse: Any, message: Any, words: str) -> None
     ],
 )
 def test_a_placement_of_other_slices_is_refused(placed: list[int], num_cuts: int, words: str) -> None:
-    parameter = common_pb2.Parameter(name="w", shape=[64], dtype=common_pb2.D_TYPE_F32)
-    layout = common_pb2.Layout(units=[common_pb2.Unit(name="u", parameters=[parameter], trainable=True)])
+    parameter = layout_pb2.Parameter(name="w", shape=[64], dtype=common_pb2.D_TYPE_F32)
+    layout = layout_pb2.Layout(units=[layout_pb2.Unit(name="u", parameters=[parameter], trainable=True)])
     f32 = common_pb2.D_TYPE_F32
-    spec = common_pb2.JobSpec(layout=layout, param_dtype=f32, grad_dtype=f32, chunk_numel=8, min_slice_numel=8)
+    spec = layout_pb2.JobSpec(layout=layout, param_dtype=f32, grad_dtype=f32, chunk_numel=8, min_slice_numel=8)
     slices = [placement_pb2.SliceHolders(complete=[server]) for server in placed]
     placement = placement_pb2.Placement(number=1, num_cuts=num_cuts, replication=1, slices=slices)
     with pytest.raises(InvalidRequest, match=words):

@@ -28,7 +28,7 @@ from axon_ps.types import (
     Role,
 )
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, membership_pb2, session_pb2
+from axon_ps.wire.v1 import common_pb2, layout_pb2, membership_pb2, session_pb2
 
 U64 = st.integers(0, 2**64 - 1)
 U32 = st.integers(0, 2**32 - 1)
@@ -140,13 +140,13 @@ def test_every_member_of_an_enum_round_trips(to_proto: Any, from_proto: Any, val
 
 
 def test_rows_beyond_any_job_are_refused() -> None:
-    rows = [common_pb2.RankRow(ranks=range(1 << 10))] * 17
+    rows = [layout_pb2.RankRow(ranks=range(1 << 10))] * 17
     with pytest.raises(InvalidRequest, match="replicas of 17408 workers in all"):
-        codec.GROUPING.from_proto(common_pb2.Grouping(rows=rows))
+        codec.GROUPING.from_proto(layout_pb2.Grouping(rows=rows))
     with pytest.raises(InvalidRequest, match="replicas of 20000 workers in all"):
-        codec.GROUPING.from_proto(common_pb2.Grouping(rows=[common_pb2.RankRow()] * 20000))
+        codec.GROUPING.from_proto(layout_pb2.Grouping(rows=[layout_pb2.RankRow()] * 20000))
     with pytest.raises(InvalidRequest, match="each rank is in one of them"):
-        codec.GROUPING.from_proto(common_pb2.Grouping(rows=[common_pb2.RankRow(ranks=[0, 1 << 31])]))
+        codec.GROUPING.from_proto(layout_pb2.Grouping(rows=[layout_pb2.RankRow(ranks=[0, 1 << 31])]))
 
 
 def test_parameters_are_numbers() -> None:
@@ -204,9 +204,9 @@ WORKER = membership_pb2.Member(role=common_pb2.ROLE_WORKER, rank=1, incarnation=
 SHARD = membership_pb2.Member(role=common_pb2.ROLE_SHARD, rank=1, incarnation="b" * 32)
 
 
-def parameter(**fields: Any) -> common_pb2.Layout:
-    given = common_pb2.Parameter(**{"name": "w", "shape": [2], "dtype": common_pb2.D_TYPE_F32, **fields})
-    return common_pb2.Layout(units=[common_pb2.Unit(name="u", parameters=[given])])
+def parameter(**fields: Any) -> layout_pb2.Layout:
+    given = layout_pb2.Parameter(**{"name": "w", "shape": [2], "dtype": common_pb2.D_TYPE_F32, **fields})
+    return layout_pb2.Layout(units=[layout_pb2.Unit(name="u", parameters=[given])])
 
 
 @pytest.mark.parametrize(
@@ -227,21 +227,21 @@ def parameter(**fields: Any) -> common_pb2.Layout:
         (parameter(shape=[2**63, 2**63]), "elements; at most"),
         (parameter(dtype=0), "dtype is unset"),
         (parameter(aliases=["w"]), "twice"),
-        (parameter(full=common_pb2.FullTensor(shape=[2], begin=[0])), "a tensor's name is empty"),
+        (parameter(full=layout_pb2.FullTensor(shape=[2], begin=[0])), "a tensor's name is empty"),
         (
-            parameter(full=common_pb2.FullTensor(name="w", shape=[2], begin=[0], aliases=[""])),
+            parameter(full=layout_pb2.FullTensor(name="w", shape=[2], begin=[0], aliases=[""])),
             "a tensor's alias is empty",
         ),
-        (parameter(full=common_pb2.FullTensor(name="w", shape=[2], begin=[2**63])), "without gaps and overlaps"),
-        (common_pb2.Layout(units=[common_pb2.Unit(name="u")]), "no parameters"),
+        (parameter(full=layout_pb2.FullTensor(name="w", shape=[2], begin=[2**63])), "without gaps and overlaps"),
+        (layout_pb2.Layout(units=[layout_pb2.Unit(name="u")]), "no parameters"),
         (common_pb2.Hyper(values={"": 1.0}), "hyperparameter's name is empty"),
         (common_pb2.OptimizerSpec(groups=[]), "optimizer's name is empty"),
         (common_pb2.OptimizerSpec(name="sgd", group_of=[0]), "group 0; the optimizer has 0"),
         (common_pb2.OptimizerSpec(name="sgd", groups=[common_pb2.Hyper()], group_of=[-2]), "group -2"),
-        (common_pb2.JobSpec(), "dtype is unset"),
-        (common_pb2.JobSpec(param_dtype=1, grad_dtype=5, chunk_numel=1, min_slice_numel=1), "of gradients is 'i64'"),
-        (common_pb2.JobSpec(param_dtype=1, grad_dtype=1, min_slice_numel=1), "chunk_numel is 0"),
-        (common_pb2.JobSpec(param_dtype=1, grad_dtype=1, chunk_numel=1), "min_slice_numel is 0"),
+        (layout_pb2.JobSpec(), "dtype is unset"),
+        (layout_pb2.JobSpec(param_dtype=1, grad_dtype=5, chunk_numel=1, min_slice_numel=1), "of gradients is 'i64'"),
+        (layout_pb2.JobSpec(param_dtype=1, grad_dtype=1, min_slice_numel=1), "chunk_numel is 0"),
+        (layout_pb2.JobSpec(param_dtype=1, grad_dtype=1, chunk_numel=1), "min_slice_numel is 0"),
         (session_pb2.DecisionEvent(step=1), "outcome is unset"),
     ],
 )
@@ -249,10 +249,10 @@ def test_what_cannot_be_a_value_is_refused(message: Any, words: str) -> None:
     from_proto = {
         membership_pb2.Member: codec.member_from_proto,
         membership_pb2.MembershipEvent: codec.membership_from_proto,
-        common_pb2.Layout: codec.layout_from_proto,
+        layout_pb2.Layout: codec.layout_from_proto,
         common_pb2.Hyper: codec.hyper_from_proto,
         common_pb2.OptimizerSpec: codec.optimizer_from_proto,
-        common_pb2.JobSpec: codec.job_spec_from_proto,
+        layout_pb2.JobSpec: codec.job_spec_from_proto,
         session_pb2.DecisionEvent: codec.decision_from_proto,
     }[type(message)]
     with pytest.raises(InvalidRequest, match=words):
