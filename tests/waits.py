@@ -307,7 +307,8 @@ def _argument_may_be_none(arguments: ast.arguments, name: str) -> bool | None:
 
 def _is_optional(annotation: ast.expr | None) -> bool:
     return annotation is not None and any(
-        (isinstance(n, ast.Constant) and n.value is None) or _name(n) == "Optional" for n in ast.walk(annotation)
+        (isinstance(n, ast.Constant) and n.value is None) or _name(n) in ("Optional", "Seconds")
+        for n in ast.walk(annotation)
     )
 
 

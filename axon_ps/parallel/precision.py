@@ -29,14 +29,16 @@ def torch_dtype(given: object, what: str = "dtype", also: Sequence[str] = ()) ->
     """Return a dtype of torch's, which may be given by its name ("bfloat16").
 
     Args:
-        given: the dtype. One of torch's is returned as it is.
+        given: the dtype. A floating-point or complex one of torch's is returned as it is.
         what: the name of the argument, for the message.
         also: the other values that the caller accepts, for the message.
 
     Raises:
-        InvalidRequest: no floating-point dtype has that name.
+        InvalidRequest: it is a dtype of integers, or no floating-point dtype has that name.
     """
-    return given if isinstance(given, torch.dtype) else TORCH_DTYPES[parse_dtype(given, what, FLOATS, also)]
+    if isinstance(given, torch.dtype) and (given.is_floating_point or given.is_complex):
+        return given
+    return TORCH_DTYPES[parse_dtype(given, what, FLOATS, also)]
 
 
 class _TorchDType:

@@ -84,7 +84,7 @@ class GradientBucket:
     ) -> None:
         if capacity < 0:
             raise InvalidRequest(f"capacity is {capacity} elements; it must not be negative")
-        dtype = torch_dtype(dtype)
+        dtype = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype)
         check_dtype(dtype, "a bucket")
         self.capacity = capacity
         self.index = index

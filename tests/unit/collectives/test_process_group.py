@@ -435,3 +435,24 @@ def test_a_group_of_threads_needs_no_world() -> None:
     assert ProcessGroup.mock().world_size == 1
     for group in groups:
         group.close()
+
+
+def test_ranks_have_their_old_names_for_one_release_and_torchs_others() -> None:
+    old: Any = ProcessGroup.mock()
+    for method, name, now in (("broadcast", "root", "src"), ("gather", "root", "dst"), ("reduce", "root", "dst")):
+        with pytest.warns(DeprecationWarning, match=f"{name}= of {method} is called {now}= now"):
+            getattr(old, method)(np.ones(2), **{name: 0})
+    assert old.broadcast(np.ones(2), group_src=0).tolist() == [1.0, 1.0]
+    with pytest.raises(InvalidRequest, match=r"send was not given dst=, a position in the group"):
+        old.send(np.ones(2))
+
+
+def test_the_ends_of_a_message_have_their_old_names_for_one_release() -> None:
+    first: Any
+    first, second = ProcessGroup.mock(2)
+    with pytest.warns(DeprecationWarning, match="to= of send is called dst= now"):
+        sending = first.send(np.ones(2), to=1, async_op=True)
+    receive: Any = second.recv
+    with pytest.warns(DeprecationWarning, match="source= of recv is called src= now"):
+        assert receive(np.empty(2), source=0) == 0
+    sending.wait()

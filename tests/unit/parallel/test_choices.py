@@ -378,6 +378,13 @@ def test_a_wrong_one_is_refused_by_name(name: str, world: World) -> None:
         assert choice.accepted in str(caught.value)
 
 
+def test_no_model_computes_in_integers(world: World) -> None:
+    for name, choice in CHOICES.items():
+        if choice.right in (DTYPES, PRECISIONS) and name != "GradientBucket.dtype":
+            with pytest.raises(InvalidRequest, match=rf"^{name.rpartition('.')[2]} is torch.int32; (use|give) "):
+                choice.take(torch.int32)
+
+
 def test_an_enum_of_torchs_with_other_names_is_refused_and_so_are_classes() -> None:
     for given in (torchs.BackwardPrefetch.BACKWARD_PRE, ReduceOp.SUM, ShardingStrategy, torchs.ShardingStrategy, None):
         with pytest.raises(InvalidRequest, match=r"^strategy is .*; use one of full_shard, .*\(ShardingStrategy\)$"):
