@@ -102,7 +102,7 @@ def fitting(sizes: Iterable[int], budget: int) -> int:
 
 
 def node_traffic(
-    modules: Sequence[ModuleBytes], workers: int, *, offloads: bool, parts: int = 1
+    modules: Sequence[ModuleBytes], workers: int, *, offloads: bool, divisor: int = 1
 ) -> Mapping[str, tuple[int, int]]:
     """Return the bytes that a node receives and sends in a step, by strategy; see the table above.
 
@@ -110,7 +110,7 @@ def node_traffic(
         modules: the root, and the other modules in forward order.
         workers: G.
         offloads: True if FULL_SHARD has copies of the parameters on the host.
-        parts: parts of the node that are a node each to HYBRID_SHARD.
+        divisor: number of nodes of HYBRID_SHARD that the node is divided into.
     """
     root, *inner = modules
     budget = BUFFERS * max((module.flat for module in inner), default=0)
@@ -123,5 +123,5 @@ def node_traffic(
     return {
         "FULL_SHARD": (workers * (trainable if offloads else twice), workers * sent),
         "SHARD_GRAD_OP": (workers * trainable, workers * sent),
-        "HYBRID_SHARD": (parts * trainable, parts * sent),
+        "HYBRID_SHARD": (divisor * trainable, divisor * sent),
     }

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from axon_ps.collectives.backends.request import Request
 from axon_ps.errors import AxonError
 from axon_ps.reduction.call import Call, Operation, disagreement
-from axon_ps.types import Array, DType, Member
+from axon_ps.types import COLLECTIVE_DTYPES, Array, DType, Member
 
 __all__ = ["Backend", "Call", "GroupContext", "GroupStore", "Operation", "Request", "disagreement"]
 
@@ -91,7 +91,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     buffers_messages: ClassVar[bool] = False
-    dtypes: tuple[DType, ...] = tuple(DType)
+    dtypes: tuple[DType, ...] = COLLECTIVE_DTYPES
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context

@@ -34,7 +34,7 @@ from axon_ps.collectives.backends.base import Backend, GroupContext, GroupStore,
 from axon_ps.collectives.backends.request import Request, check_message
 from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Timeout, again
 from axon_ps.reduction import ops
-from axon_ps.types import Array, DType, ReduceOp
+from axon_ps.types import COLLECTIVE_DTYPES, Array, DType, ReduceOp
 
 _HEADER_TAG = 0
 _FIRST_MESSAGE_TAG = 1
@@ -42,7 +42,7 @@ _FIRST_PAYLOAD_TAG = 1 << 29
 _PAYLOAD_TAGS = 1 << 29
 _POISON_TAG = (1 << 30) + (1 << 29)
 _POISON_WAIT = timedelta(milliseconds=1)
-_DTYPES = tuple(DType)
+_DTYPES = COLLECTIVE_DTYPES
 _HALVES = (DType.BF16, DType.F16)
 _NATIVE = {
     ReduceOp.SUM: dist.ReduceOp.SUM,

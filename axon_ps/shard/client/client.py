@@ -114,9 +114,8 @@ class ShardGroup:
     def warm_up(spec: JobSpec) -> None:
         """Compile the loops for the job's compressions, outside of the event loop's thread: it may take seconds."""
         p = spec.precision
-        for how in (p.param_compression, p.grad_compression):
-            if how is not None:
-                how.warm_up()
+        for how in filter(None, (p.param_compression, p.grad_compression)):
+            how.warm_up()
         if p.param_compression is not None:
             transfers.warm_up()
 
@@ -188,7 +187,6 @@ class ShardGroup:
             raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
         how = spec.precision_of(spec.layout.units[unit]).param_compression if compressed else None
         received = self._opened(spec, unit) if compressed else None
-
         while True:
             t = transfer(
                 dtype=DType.F32 if how is not None else transfers.DTYPE_OF[out.dtype],
@@ -200,10 +198,11 @@ class ShardGroup:
                 moment=moment,
                 updates=updates,
             )
-            pull = self._transfers.pull
             async with self.lines.gather(_travels_bytes(t)) as permit:
                 calls = self._calls(slices, dataclasses.replace(t, permit=permit))
-                versions = await together([self._retries.call(pull, GATHERS, s, one) for s, one in calls])
+                versions = await together(
+                    [self._retries.call(self._transfers.pull, GATHERS, s, one) for s, one in calls]
+                )
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some servers committed in between: ask all of them for the latest version
@@ -269,13 +268,10 @@ class ShardGroup:
         """
         spec, slices, transfer = await self.routes.transfer(unit, begin, end, out, context, timeout_s, span)
         how = spec.precision_of(spec.layout.units[unit]).param_compression
-        received, dtype = self._opened(spec, unit), spec.precision.param
-        t = transfer(dtype=dtype, step=step, addend=addend, expected=hyper, compressor=how, received=received)
-        wanted = (spec.precision.param.numpy,) if how is None else tuple(transfers.DTYPE_OF)
-        if out.dtype not in wanted:
-            raise InvalidRequest(
-                f"out has element type {out.dtype}; this job's parameters are {spec.precision.param.value}"
-            )
+        received, param = self._opened(spec, unit), spec.precision.param
+        t = transfer(dtype=param, step=step, addend=addend, expected=hyper, compressor=how, received=received)
+        if out.dtype not in ((param.numpy,) if how is None else transfers.DTYPE_OF):
+            raise InvalidRequest(f"out has element type {out.dtype}; this job's parameters are {param.value}")
 
         async def pull(s: Slice, one: Transfer) -> int:
             s = self.routes.holder(s)

@@ -17,12 +17,12 @@ import numpy as np
 from axon_ps.collectives.backends.base import Call, GroupContext, Operation, disagreement
 from axon_ps.collectives.backends.shm.control import COUNTS, INLINE_BYTES, Control
 from axon_ps.collectives.backends.shm.exchange import PeerMemory
-from axon_ps.types import Array, DType, ReduceOp
+from axon_ps.types import COLLECTIVE_DTYPES, Array, DType, ReduceOp
 
 _HEADER = struct.Struct("<QIiBBB")  # sequence, number of counts, root, operation, dtype, op
 _COUNT = struct.Struct("<Q")
 _OPERATIONS = {operation: i for i, operation in enumerate(Operation)}
-_DTYPES = {dtype: i for i, dtype in enumerate(DType)}
+_DTYPES = {dtype: i for i, dtype in enumerate(COLLECTIVE_DTYPES)}
 _OPS: dict[ReduceOp | None, int] = {None: 255, **{op: i for i, op in enumerate(ReduceOp)}}
 
 

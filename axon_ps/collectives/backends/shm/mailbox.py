@@ -31,11 +31,11 @@ from axon_ps.collectives.backends.shm.exchange import PeerMemory
 from axon_ps.errors import Disagreement
 from axon_ps.host import futex
 from axon_ps.host.shared_arrays import shared_arrays
-from axon_ps.types import Array, DType
+from axon_ps.types import COLLECTIVE_DTYPES, Array, DType
 
 _EAGER, _READY_TO_SEND, _FINISHED, _CLEAR_TO_SEND, _FRAGMENT, _REJECTED = range(6)
 _ENTRY = struct.Struct("<IIqQQQQQ")  # kind, dtype, tag, id of the transfer, bytes here, bytes in all, segment, offset
-_DTYPES = list(DType)
+_DTYPES = COLLECTIVE_DTYPES
 _SPIN_S = 30e-6
 _SLICE_S = 0.1
 _TAIL = 64

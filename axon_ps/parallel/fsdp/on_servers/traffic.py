@@ -130,7 +130,7 @@ def traffic(
     offloads: bool,
     on_device: bool,
     retains: bool = True,
-    parts: int = 1,
+    divisor: int = 1,
 ) -> tuple[NodeTraffic, ...]:
     """Compute the traffic of a node of `workers` workers.
 
@@ -142,7 +142,7 @@ def traffic(
         offloads: True if FULL_SHARD has copies of the parameters on the host.
         on_device: True if parameters compute on a GPU.
         retains: True if frozen units stay under FULL_SHARD.
-        parts: parts of the node that are a node each to HYBRID_SHARD.
+        divisor: number of nodes of HYBRID_SHARD that the node is divided into.
     """
     by_owner: dict[str, list[wrap.WrappedUnit]] = {"": []}
     for wrapped in units:
@@ -162,7 +162,7 @@ def traffic(
         ModuleBytes.of([(w.unit, *flat_bytes(w.unit)) for w in owned], wire, retains=retains)
         for owned in by_owner.values()
     ]
-    found = node_traffic(modules, workers, offloads=offloads or wire.differs, parts=parts)
+    found = node_traffic(modules, workers, offloads=offloads or wire.differs, divisor=divisor)
     return tuple(
         NodeTraffic(strategy=ShardingStrategy[name], received_bytes=received, sent_bytes=sent)
         for name, (received, sent) in found.items()
@@ -205,11 +205,18 @@ def log_choice(wrapping: wrap.Wrapping, units: tuple[wrap.WrappedUnit, ...], mem
     """
     workers = max(_sizes(membership.workers), default=1)
     offloads, on_device = wrapping.offload.offloads_params, wrapping.on_device
-    parts = workers // wrapping.node_size if wrapping.strategy is _HYBRID else 1
+    divisor = workers // wrapping.node_size if wrapping.strategy is _HYBRID else 1
     wire = wrapping.spec.precision
     retains = wrapping.retain_frozen
     rows = traffic(
-        units, wrapping.precision, wire, workers, offloads=offloads, on_device=on_device, retains=retains, parts=parts
+        units,
+        wrapping.precision,
+        wire,
+        workers,
+        offloads=offloads,
+        on_device=on_device,
+        retains=retains,
+        divisor=divisor,
     )
     if why:
         listed = "; ".join(map(str, rows))
