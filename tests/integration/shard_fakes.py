@@ -67,6 +67,7 @@ class FakeReports:
         self.rank = rank
         self._replicated = replicated
         self.ready_for: list[tuple[int, int, float]] = []
+        self.addends: list[int] = []  # the last one in each of these
         self.ready_by: set[tuple[int, int, int]] = set()  # (generation, step, placement)
         self.copied_slices: list[Copied] = []
         self.initialized_at: list[tuple[int, int]] = []
@@ -76,6 +77,7 @@ class FakeReports:
 
     def ready(self, ready: Ready, replica: int | None = None) -> None:
         self.ready_for.append((ready.generation, ready.step, math.fsum(ready.sums_of_squares)))
+        self.addends.append(ready.last_addend)
         self.ready_by.add((ready.generation, ready.step, ready.placement))
 
     def copied(self, copied: Copied) -> None:

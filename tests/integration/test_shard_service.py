@@ -355,6 +355,42 @@ def test_a_replica_that_is_ahead_is_done_before_the_others_come(replication: int
     run(scenario())
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("replication", "queue_bytes"), [(1, 0), (2, 0), (2, 1 << 20)])
+def test_addends_are_added_up_in_order_on_every_copy(replication: int, queue_bytes: int, at_once: bool) -> None:
+    """If they come at once, sums are forwarded to the backups while the next addend is being added to them."""
+    count = 4
+
+    async def scenario() -> None:
+        async with job(SPEC, servers=2, workers=2, replication=replication, queue_bytes=queue_bytes) as j:
+            await j.upload(FIRST)
+            pushes = []
+            for addend in range(count):
+                for unit in (0, 1):
+                    for rank in (0, 1):
+                        grad = shared(float(addend + 1) * GRADS[rank][unit])
+                        pushes.append(asyncio.create_task(j.push(rank, unit, grad, addend=addend)))
+                if not at_once:
+                    await asyncio.gather(*pushes)
+            await asyncio.gather(*pushes)
+            await until(lambda: all(count - 1 in reports.addends for reports in j.reports))
+            assert all(reports.addends == sorted(reports.addends) for reports in j.reports)
+            assert j.statistics("corruptions") == j.statistics("queued_bytes") == 0
+            j.commit()
+            for unit in (0, 1):
+                total = np.zeros_like(GRADS[0][unit])
+                for addend in range(count):
+                    for rank in (0, 1):
+                        total += float(addend + 1) * GRADS[rank][unit]
+                assert (await j.gather(0, unit, min_version=1))[1].tobytes() == (FIRST[unit] - total).tobytes()
+            slices = [owned for shell in j.shells for owned in shell.engine.slices.values()]
+            await until(lambda: not any(owned.applying for owned in slices))
+            digests = [shell.engine.digests() for shell in j.shells]
+            assert digests[0] == digests[1], "copies are equal"
+
+    run(scenario())
+
+
 def test_a_gather_waits_for_its_version_and_is_served_unit_by_unit() -> None:
     async def scenario() -> None:
         async with job(SPEC, servers=2) as j:
@@ -932,7 +968,9 @@ def test_bytes_that_are_no_chunk(method: str, message: bytes) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize(("fields", "words"), [({"step": 7}, "one step and one replica"), ({"numel": 0}, "0 elements")])
+@pytest.mark.parametrize(
+    ("fields", "words"), [({"step": 7}, "one step, one replica and one addend"), ({"numel": 0}, "0 elements")]
+)
 def test_chunks_that_follow_are_of_the_same_push(fields: dict[str, int], words: str) -> None:
     async def scenario() -> None:
         async with job(SPEC) as j:
