@@ -18,6 +18,8 @@ from mesh_checkpoint_program import plain
 PROGRAM = Path(__file__).with_name("mesh_checkpoint_program.py")
 STEPS = 5
 
+pytestmark = pytest.mark.timeout(900)  # for three runs at most, each of which has a deadline
+
 
 def train(directory: Path, mesh: str, first: int, loaded: Path | None = None) -> Path:
     """Train for some steps at "DPxPPxTP"; returns the checkpoint at the end."""
