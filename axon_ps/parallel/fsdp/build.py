@@ -128,7 +128,7 @@ def prepared(given: Arguments, group: ProcessGroup | World | None) -> Iterator[t
             lines=lines,
             groups=None if lines is None else OptimizerGroups(lines, layout),
             retain_frozen=given.retain_frozen,
-            uncast=uncast,
+            uncast=frozenset(w.unit.name for w in wrapped_units if w.owner in uncast),
         )
         traffic.log_choice(wrapping, wrapped_units, world.membership, why)
         yield wrapping, wrapped_units

@@ -366,7 +366,7 @@ def divide(
     precision: MixedPrecision,
     ignored: Collection[nn.Parameter],
 ) -> tuple[tuple[WrappedUnit, ...], MixedPrecision, frozenset[str]]:
-    """Return the units of a module, the precision that applies to them, and the names of units that are not cast.
+    """Return the units of a module, the precision that applies to them, and the names of submodules that are not cast.
 
     `MixedPrecision.uncast_types` have no effect if neither `is_unit` nor `unit_types` are given, as in torch.
 
@@ -381,7 +381,7 @@ def divide(
     if uncast and wire is None:
         wire = torch.promote_types(precision.compute(widest_dtype(units)), widest_dtype(uncast))
     applied = replace(precision, uncast_types=types, wire_dtype=wire)
-    return units, applied, frozenset(w.unit.name for w in uncast)
+    return units, applied, frozenset(w.owner for w in uncast)
 
 
 def refuse_shared_memory(module: nn.Module, wrapped_units: Sequence[WrappedUnit]) -> None:

@@ -147,7 +147,7 @@ def write(
 ) -> None:
     """Give the servers the moments of a state that `check` accepted. Every worker calls it.
 
-    Those of the worker of lowest rank count, in a mesh those of its replica. Parameters that the state does not have
+    Those of the main process count, in a mesh those of its replica. Parameters that the state does not have
     begin anew. Values and version stay.
 
     Raises:
@@ -214,10 +214,11 @@ def write(
 
 
 def _writes(model: FullyShardedDataParallel) -> bool:
-    """Return True for the worker of lowest rank, and in a mesh for all of its replica."""
+    """Return True for the main process, and in a mesh for all workers of its replica."""
     world = world_of(model.process_group)
-    first = min(worker.rank for worker in world.membership.workers)
-    return world.rank == first or world.rank in model.spec.grouping.row_of(first)
+    first = world.membership.numbered(model.spec.grouping).first_worker
+    assert first is not None  # this worker is one
+    return world.rank == first.rank or world.rank in model.spec.grouping.row_of(first.rank)
 
 
 def _full_model(model: FullyShardedDataParallel, units: Collection[int]) -> FullModel:

@@ -50,7 +50,7 @@ class Grads:
 
 def unit(index: int, *values: float | None) -> Any:
     params = [nn.Parameter(torch.zeros(1)) for _ in values]
-    return SimpleNamespace(index=index, params=params, grads=Grads(*values), trainable=True)
+    return SimpleNamespace(index=index, params=params, grads=Grads(*values), trainable=True, pushes=True)
 
 
 def send(step: SentStep, flat: Any, at: Ticket, *, scale: float = 1.0, zeroed: Any = (), retains: bool = True) -> None:

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from axon_ps.compress.float8 import Float8
 from axon_ps.parallel.fsdp.on_servers.speculation import Speculation
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Decision, Outcome
 from axon_ps.worker.steps.ticket import Ticket
 
 HYPER = ({"lr": 0.1},)
+F32 = WirePrecision()
 TICKET = Ticket(generation=1, step=0, replica=0, num_replicas=1)
 
 
@@ -93,18 +96,19 @@ def test_gathers_behind_an_addend_are_discarded_when_another_one_begins() -> Non
 
 def test_a_step_is_expected_to_be_as_the_one_before() -> None:
     speculation, second = made(), TICKET.next_addend()
-    assert not speculation.may_begin(TICKET), "the first one may be clipped"
+    assert not speculation.may_begin(TICKET, F32), "the first one may be clipped"
     speculation.begin(TICKET, None)
     speculation.end(decision(), clipped=False)
-    assert (speculation.may_begin(TICKET), speculation.may_begin(second)) == (True, False)
-    assert not speculation.may_begin(TICKET.void("it has left"))
+    assert (speculation.may_begin(TICKET, F32), speculation.may_begin(second, F32)) == (True, False)
+    assert not speculation.may_begin(TICKET.void("it has left"), F32)
     speculation.begin(TICKET, HYPER)
     speculation.begin(second, None)
     speculation.end(decision(), clipped=False)
-    assert (speculation.may_begin(TICKET), speculation.may_begin(second)) == (False, True)
+    assert (speculation.may_begin(TICKET, F32), speculation.may_begin(second, F32)) == (False, True)
+    assert not speculation.may_begin(second, WirePrecision(param_compression=Float8(rest_bits=16)))
     speculation.begin(second, HYPER)
     speculation.end(decision(), clipped=True)
-    assert not speculation.may_begin(second)
+    assert not speculation.may_begin(second, F32)
 
 
 @pytest.mark.parametrize("decided", [None, decision(Outcome.ABORT), decision(Outcome.SKIP), decision(clip=0.5)])

@@ -18,8 +18,8 @@ def unit(numel: int, *, trainable: bool = True) -> Unit:
 
 
 def module(*units: Unit, buffered: bool = False) -> ModuleBytes:
-    numel = sum(unit.numel for unit in units)
-    return ModuleBytes.of(units, PRECISION, flat=4 * numel, buffers=2 * numel if buffered else 0)
+    memory = [(unit, 4 * unit.numel, 2 * unit.numel if buffered else 0) for unit in units]
+    return ModuleBytes.of(memory, PRECISION, retains=False)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,18 @@ def test_frozen_units_are_sent_once_and_have_no_gradients() -> None:
     rows = node_traffic(modules, 2, offloads=True)
     assert rows["FULL_SHARD"] == rows["SHARD_GRAD_OP"] == (2 * 2 * 30, 2 * 4 * 30)
     assert rows["HYBRID_SHARD"] == (2 * 30, 4 * 30)
+
+
+def test_frozen_units_that_stay_are_not_gathered_in_a_step() -> None:
+    frozen = [unit(n, trainable=False) for n in (800, 80)]
+    adapters = [unit(n) for n in (10, 20, 30)]
+    memory = [
+        [(adapters[0], 40, 0)],
+        *([(a, 4 * a.numel, 0), (f, 4 * f.numel, 0)] for a, f in zip(adapters[1:], frozen, strict=True)),
+    ]
+    modules = [ModuleBytes.of(units, PRECISION, retains=True) for units in memory]
+    received, _ = node_traffic(modules, 1, offloads=False)["FULL_SHARD"]
+    assert received == 2 * (10 + 20 + 30)  # all of them fit beside 880 frozen ones
 
 
 def test_compressed_bytes_are_the_compressors() -> None:

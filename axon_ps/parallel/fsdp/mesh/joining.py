@@ -99,6 +99,7 @@ def _described(mesh: MeshLines, model: str, units: Sequence[WrappedUnit]) -> Lin
                     shape=tuple(box_of(param).shape),
                     dtype=spec.dtype,
                     raw=spec.raw,
+                    float8=spec.float8,
                     lines=tuple(sorted(numbers[rank] for rank in ranks)),
                     tensor_shape=shape,
                     begin=begin,

@@ -38,6 +38,7 @@ class Box:
         tensor_shape: the shape of the tensor.
         begin: index in the tensor of the box's first element, in every dimension.
         raw: whether it travels as its bits.
+        float8: whether it travels as float8.
     """
 
     names: tuple[str, ...]
@@ -47,6 +48,7 @@ class Box:
     tensor_shape: tuple[int, ...]
     begin: tuple[int, ...]
     raw: bool = False
+    float8: bool = False
 
     @property
     def tensor(self) -> _Tensor:
@@ -215,17 +217,22 @@ def _named(boxes: Mapping[_Key, tuple[Box, bool]]) -> dict[_Key, Parameter]:
         tensors = sorted(groups[box.names[0]])
         of_tensor = "" if len(tensors) == 1 else f"@{tensors.index(box.lines)}"
         name, *aliases = [name + of_tensor for name in box.names]
-        if box.shape == box.tensor_shape:
-            found[key] = Parameter(
-                name=name, shape=box.shape, offset=0, dtype=box.dtype, aliases=tuple(aliases), raw=box.raw
-            )
-            continue
-        found[key] = Parameter(
-            name=f"{name}@{sorted(begins[box.tensor]).index(box.begin)}",
+        whole = Parameter(
+            name=name,
             shape=box.shape,
             offset=0,
             dtype=box.dtype,
+            aliases=tuple(aliases),
             raw=box.raw,
+            float8=box.float8,
+        )
+        if box.shape == box.tensor_shape:
+            found[key] = whole
+            continue
+        found[key] = dataclasses.replace(
+            whole,
+            name=f"{name}@{sorted(begins[box.tensor]).index(box.begin)}",
+            aliases=(),
             full=FullTensor(name=name, shape=box.tensor_shape, begin=box.begin, aliases=tuple(aliases)),
         )
     return found
@@ -255,7 +262,13 @@ def _plain(value: Any) -> Any:
 
 def _box(value: Mapping[str, Any]) -> Box:
     numbers = {key: tuple(value[key]) for key in ("shape", "lines", "tensor_shape", "begin")}
-    return Box(names=tuple(value["names"]), dtype=DType(value["dtype"]), raw=value["raw"], **numbers)
+    return Box(
+        names=tuple(value["names"]),
+        dtype=DType(value["dtype"]),
+        raw=value["raw"],
+        float8=value["float8"],
+        **numbers,
+    )
 
 
 __all__ = ["Box", "Line", "LineUnit", "OwnUnit", "Union", "union"]
