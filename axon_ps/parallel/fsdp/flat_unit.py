@@ -274,6 +274,12 @@ class FlatUnit:
         beside = self.state.has_values and not pending.in_place
         self._enter(UnitState.UNSHARDED_GATHERING if beside else UnitState.GATHERING, pending)
 
+    def renew(self) -> None:
+        """Drop resident values whose memory was withdrawn since they were read: the unit is on another server now."""
+        if self.resident and self.source.torn(self):
+            self.abandon()
+            self.free_storage()
+
     def start_speculative(self, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
         """Begin to gather the expected result of this step, if `may_speculate`."""
         self._count(remote=True)

@@ -114,9 +114,16 @@ class OneVersion:
 
     def begin(self) -> bool:
         """Begin the root's forward, and return True if it is made again."""
-        self.at = self._now()
+        self.renew()
         self._uses = [unit.uses for unit in self._units]
         return self._forwards > 0
+
+    def renew(self) -> None:
+        """Read the version of now from here on, and drop resident values whose memory was withdrawn."""
+        self.at = self._now()
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.renew()
 
     @property
     def torn(self) -> bool:

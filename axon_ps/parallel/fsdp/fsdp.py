@@ -283,6 +283,8 @@ class FullyShardedDataParallel(ModuleWrapper):
         self._runtime.release()
         if self._wrapping.lines is not None:
             self._wrapping.lines.forget()
+        for flat in self._runtime.flats if self.strategy is not ShardingStrategy.NO_SHARD else ():
+            flat.free_storage()  # also if it is resident
         if self._served_buffers is not None:
             self._served_buffers.release()
 

@@ -323,7 +323,7 @@ class Runtime(AbstractRuntime):
     def gather(self, units: Sequence[ModuleUnit] | None = None) -> None:
         """Unshard these units (None = all), and block until they are."""
         self.agree()
-        self.one_version.at = self.now
+        self.one_version.renew()
         self.gathering.gather(self.units if units is None else units)
 
     def prefetch(self) -> None:

@@ -341,6 +341,23 @@ def mapping(job: list[Shared | None]) -> Callable[[FakeSteps, BufferPool], Param
     return make
 
 
+def test_a_mapped_unit_that_is_resident_is_mapped_anew_once_it_has_moved() -> None:
+    first, second = (Shared(np.arange(float(NUMEL), dtype=np.float32)) for _ in range(2))
+    server: list[Shared | None] = [first]
+    job = Job(mapping(server), resident=True)
+    assert job.unsharded() == [0.0, 1.0, 2.0, 3.0]
+    job.flat.reshard()
+    job.flat.renew()
+    assert job.flat.is_current
+    first.version = -1  # its server gives it up
+    server[0] = second
+    job.flat.renew()
+    assert not job.flat.is_current
+    assert job.unsharded() == [0.0, 1.0, 2.0, 3.0]
+    assert job.flat.flat.data_ptr() == second.values.ctypes.data
+    assert not job.flat.source.torn(job.flat)
+
+
 def test_a_mapped_unit_is_the_servers_memory_until_there_is_none() -> None:
     first, second = (Shared(np.arange(float(NUMEL), dtype=np.float32) + shift) for shift in (0.0, 5.0))
     server: list[Shared | None] = [first]

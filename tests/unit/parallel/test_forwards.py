@@ -18,9 +18,9 @@ class Job:
     def __init__(self) -> None:
         self.now = (0, 1)
         self.rewritten = False
-        self.resharded = 0
+        self.resharded = self.renewed = 0
         self.counters = Counters()
-        flat = SimpleNamespace(source=SimpleNamespace(torn=lambda _: self.rewritten))
+        flat = SimpleNamespace(source=SimpleNamespace(torn=lambda _: self.rewritten), renew=self.renew)
         self.units: Any = [SimpleNamespace(flats=[flat], uses=0, depth=0)]
         gathering: Any = self
         self.version = OneVersion(self.units, lambda: self.now, gathering, self.counters)
@@ -28,13 +28,16 @@ class Job:
     def reshard(self, unit: Any) -> None:
         self.resharded += 1
 
+    def renew(self) -> None:
+        self.renewed += 1
+
 
 def test_a_forward_of_one_version_is_made_once() -> None:
     job = Job()
     assert not job.version.begin(), "it is the first attempt"
     assert not job.version.torn
     assert not job.version.again()
-    assert (job.version.at, job.resharded) == ((0, 1), 0)
+    assert (job.version.at, job.resharded, job.renewed) == ((0, 1), 0, 1)
 
 
 @pytest.mark.parametrize("change", ["version", "memory"])
