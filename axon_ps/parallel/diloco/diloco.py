@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -338,7 +339,9 @@ def _check_schedule(inner_steps: int, fragments: int, overlap_steps: int, mixing
 
 
 def _divided(units: Sequence[wrap.WrappedUnit], fragments: int) -> list[tuple[wrap.WrappedUnit, ...]]:
-    """Return the units of each fragment. Neighbours are in different ones, as in the paper's strided fragments.
+    """Return the units of each fragment, numbered anew: each is a model of its own.
+
+    Neighbours are in different ones, as in the paper's strided fragments.
 
     Raises:
         InvalidRequest: there are fewer units that can be trained than fragments.
@@ -351,8 +354,9 @@ def _divided(units: Sequence[wrap.WrappedUnit], fragments: int) -> list[tuple[wr
             f"fragments is {fragments} and the module has {len(trainable)} units with trainable parameters; give the "
             "classes of its layers as unit_types, or use fewer fragments"
         )
-    number = {id(unit): index % fragments for index, unit in enumerate(trainable)}
-    return [tuple(unit for unit in units if number.get(id(unit), 0) == i) for i in range(fragments)]
+    fragment_of = {id(unit): index % fragments for index, unit in enumerate(trainable)}
+    divided = ([unit for unit in units if fragment_of.get(id(unit), 0) == i] for i in range(fragments))
+    return [tuple(replace(unit, number=number) for number, unit in enumerate(own)) for own in divided]
 
 
 class LocalSGD(DiLoCo):
