@@ -182,6 +182,8 @@ class FakeSteps:
         end: int | None = None,
     ) -> FakeWork:
         self.log.append(("push" if grad is not None else "absent", unit))
+        if unit not in self.grads:  # the first, or a test has dropped it
+            self.addends[unit] = 0
         assert self.addends[unit] == ticket.addend
         self.addends[unit] += 1
         before = self.grads.get(unit)
