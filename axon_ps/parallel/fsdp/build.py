@@ -5,10 +5,11 @@ Only here are the source and the runtime of each strategy chosen.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
@@ -52,6 +53,10 @@ from axon_ps.sharding.plan import default_options
 from axon_ps.sharding.traffic import BUFFERS
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import World, world_of
+
+_logger = logging.getLogger(__name__)
+
+_BUFFERS_NAMED: Final = 3
 
 WrappedUnits: TypeAlias = tuple[wrap.WrappedUnit, ...]
 Init: TypeAlias = Callable[[nn.Module], None] | None
@@ -166,8 +171,16 @@ def made(wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, ini
         runtime = replicated_runtime(wrapping, module, wrapped_units, values)
     else:
         world = world_of(wrapping.group)
-        if any(True for _ in module.buffers()) and wrapping.lines is None:
-            served = ServedBuffers(world, wrapping.name, buffers)
+        if any(True for _ in module.buffers()):
+            if wrapping.lines is None:
+                served = ServedBuffers(world, wrapping.name, buffers)
+            elif saved := [name for name, _ in buffers.named()]:
+                _logger.warning(
+                    "model %r: buffers of a mesh stay on their workers; the servers' checkpoints and exports are "
+                    "without %s. Save them with state_dict()",
+                    wrapping.name,
+                    ", ".join(saved[:_BUFFERS_NAMED]) + (" ..." if len(saved) > _BUFFERS_NAMED else ""),
+                )
         client = materialize.register(
             world,
             wrapping.spec,

@@ -217,7 +217,7 @@ def _named(boxes: Mapping[_Key, tuple[Box, bool]]) -> dict[_Key, Parameter]:
         tensors = sorted(groups[box.names[0]])
         of_tensor = "" if len(tensors) == 1 else f"@{tensors.index(box.lines)}"
         name, *aliases = [name + of_tensor for name in box.names]
-        whole = Parameter(
+        full = Parameter(
             name=name,
             shape=box.shape,
             offset=0,
@@ -227,10 +227,10 @@ def _named(boxes: Mapping[_Key, tuple[Box, bool]]) -> dict[_Key, Parameter]:
             float8=box.float8,
         )
         if box.shape == box.tensor_shape:
-            found[key] = whole
+            found[key] = full
             continue
         found[key] = dataclasses.replace(
-            whole,
+            full,
             name=f"{name}@{sorted(begins[box.tensor]).index(box.begin)}",
             aliases=(),
             full=FullTensor(name=name, shape=box.tensor_shape, begin=box.begin, aliases=tuple(aliases)),
