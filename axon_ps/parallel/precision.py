@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -54,6 +54,18 @@ class _TorchDType:
         instance.__dict__[self._name] = None if given is None else torch_dtype(given, self._name)
 
 
+def _module_classes(given: Any) -> tuple[type[nn.Module], ...]:
+    """Return `uncast_types` as they are used.
+
+    Raises:
+        InvalidRequest: they are not module classes.
+    """
+    kinds = (given,) if isinstance(given, type) else given
+    if not isinstance(kinds, Collection) or not all(isinstance(k, type) and issubclass(k, nn.Module) for k in kinds):
+        raise InvalidRequest(f"uncast_types is {given!r}; give module classes, as (nn.BatchNorm1d,)")
+    return tuple(kinds)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
     """The dtypes in which a wrapped model computes and its values are sent.
@@ -83,7 +95,8 @@ class MixedPrecision:
             cast to f32, and their outputs back.
 
     Raises:
-        InvalidRequest: no dtype has the name that was given, or layers cannot compute in it.
+        InvalidRequest: no dtype has the name that was given, layers cannot compute in it, or `uncast_types` are not
+            module classes.
     """
 
     param_dtype: _TorchDType = _TorchDType()
@@ -95,6 +108,7 @@ class MixedPrecision:
     uncast_types: tuple[type[nn.Module], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "uncast_types", _module_classes(self.uncast_types))
         if self.param_dtype is not None and self.param_dtype.itemsize == 1:
             raise InvalidRequest(
                 f"param_dtype is {self.param_dtype}; layers get their parameters as bfloat16, float16 or float32. Give "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,10 @@ OURS: dict[str, Any] = {
 """By the name that torch has for the same."""
 
 Values = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
+
+
+_ONE_GENERATOR = threading.Lock()
+"""Held while a model draws its values: threads have one generator in common."""
 
 
 class Block(nn.Module):
@@ -72,9 +77,10 @@ class Transformer(nn.Module):
 
 
 def build() -> Transformer:
-    """The same model in every process."""
-    torch.manual_seed(1234)
-    return Transformer()
+    """The same model in every process and thread."""
+    with _ONE_GENERATOR:
+        torch.manual_seed(1234)
+        return Transformer()
 
 
 def batch(step: int, replica: int) -> torch.Tensor:

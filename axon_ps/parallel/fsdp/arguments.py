@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -134,10 +134,9 @@ def _precision(value: Any) -> MixedPrecision:
             uncast_types=_kinds(getattr(value, "_module_classes_to_ignore", ())),
         )
     try:
-        precision = MixedPrecision.of(value)
+        return MixedPrecision.of(value)
     except InvalidRequest:
         raise _Refused from None
-    return replace(precision, uncast_types=_kinds(precision.uncast_types))
 
 
 def _kinds(value: Any) -> tuple[type[nn.Module], ...]:

@@ -478,7 +478,7 @@ def _check_parameter(param: nn.Parameter, name: str) -> None:
         possible = ", ".join(map(str, SHARDED_DTYPES))
         raise InvalidRequest(
             f"parameter {name!r} has dtype {param.dtype}; a trainable one can be one of {possible}: build it in one of "
-            f"these, freeze it (requires_grad_(False)) before wrapping, or {beside}"
+            f"these (module.float()), freeze it (requires_grad_(False)) before wrapping, or {beside}"
         )
 
 

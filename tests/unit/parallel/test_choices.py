@@ -282,6 +282,12 @@ CHOICES: dict[str, Choice] = {
         for name in ("param_dtype", "output_dtype", "buffer_dtype")
     },
     **{f"MixedPrecision.{name}": wire(name) for name in ("wire_dtype", "reduce_dtype")},
+    "MixedPrecision.uncast_types": Choice(
+        lambda given: MixedPrecision(uncast_types=given).uncast_types,
+        {(nn.Linear,): [nn.Linear, [nn.Linear], {nn.Linear}], (): [()]},
+        "Linear",
+        "module classes",
+    ),
     "DiLoCo.wire_dtype": diloco("wire_dtype", lambda spec: spec.precision.grad, WIRES, "bfloat61", "float32, bfloat16"),
     "DiLoCo.param_wire_dtype": diloco(
         "param_wire_dtype",

@@ -47,9 +47,9 @@ def parts() -> tuple[Client, nn.Module, tuple[wrap.WrappedUnit, ...], ServedMast
 
 
 def test_one_unit_is_in_memory_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, _, _, masters = parts()
+    client, _, units, masters = parts()
     monkeypatch.setattr(torch, "empty", partial(client.made_by, torch.empty))
-    for values in masters.units():
+    for values in masters.units(range(len(units))):
         client.watched.append(weakref.ref(values))
         del values
     assert client.living == [0, 0, 0]

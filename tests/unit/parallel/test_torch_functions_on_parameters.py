@@ -146,7 +146,7 @@ READS: list[Callable[[nn.Parameter], object]] = [
     lambda p: p.grad.data.abs(),  # type: ignore[union-attr]
     lambda p: p.grad + 1,  # type: ignore[operator]
     lambda p: torch.isfinite(p.grad),  # type: ignore[arg-type]
-    lambda p: p.grad.mul_(0.5),  # type: ignore[union-attr]
+    lambda p: p.grad.mul_(torch.ones(2)),  # type: ignore[union-attr]
     lambda p: setattr(p, "grad", torch.zeros(p.shape)),
     lambda p: setattr(p, "grad", None),
 ]
