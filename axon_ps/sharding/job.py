@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from axon_ps.errors import InvalidRequest
@@ -45,16 +45,8 @@ class JobSpec:
             )
 
     def precision_of(self, unit: Unit) -> WirePrecision:
-        """Return the forms of a unit's values on the wire: those of the model, with the compressor of its tensors.
-
-        Raw parameters are sent as words, which look like f32.
-        """
-        if unit.raw:
-            return WirePrecision()
-        how = self.precision.param_compression
-        if how is None or not how.by_tensor:
-            return self.precision
-        return replace(self.precision, param_compression=how.of([(p.numel, p.float8) for p in unit.parameters]))
+        """Return the forms of a unit's values on the wire; see `WirePrecision.of_unit`."""
+        return self.precision.of_unit(unit)
 
     @property
     def described(self) -> str:

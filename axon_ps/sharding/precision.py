@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from axon_ps.compress.compressor import Compressor
 from axon_ps.compress.registry import choices, compressor, is_known
 from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.layout import Unit
 from axon_ps.types import WIRE_DTYPES, DType, parse_dtype
 
 
@@ -58,6 +59,18 @@ class WirePrecision:
             raise InvalidRequest(f"{names[0]} is {packed.name!r}, for layers that compute in it; use int8 or a dtype")
         grad_dtype, grad_packed = _form(grad, names[1], WIRE_DTYPES, choices()) if grad else form
         return cls(param=dtype, grad=grad_dtype, param_compression=packed, grad_compression=grad_packed)
+
+    def of_unit(self, unit: Unit) -> WirePrecision:
+        """Return the forms of a unit's values on the wire: these, with the compressor of its tensors.
+
+        Raw parameters are sent as words, which look like f32.
+        """
+        if unit.raw:
+            return WirePrecision()
+        how = self.param_compression
+        if how is None or not how.by_tensor:
+            return self
+        return replace(self, param_compression=how.of([(p.numel, p.float8) for p in unit.parameters]))
 
     @property
     def differs(self) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from axon_ps.compress.compressor import Compressor
-from axon_ps.sharding.layout import ELEMENT_BYTES, Unit
+from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType
 
@@ -75,11 +75,7 @@ class ModuleBytes:
 
 def unit_bytes(precision: WirePrecision, unit: Unit) -> int:
     """Return the bytes of a unit on its way from servers."""
-    if unit.raw:
-        return unit.numel * ELEMENT_BYTES
-    how = precision.param_compression
-    tensors = [(p.numel, p.float8) for p in unit.parameters]
-    return _wire_bytes(precision.param, how and how.of(tensors), unit.numel)
+    return gathered_bytes(precision.of_unit(unit), unit.numel)
 
 
 def gathered_bytes(precision: WirePrecision, numel: int) -> int:

@@ -61,7 +61,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 
 
 def plain(steps: int) -> Net:
-    """What plain torch makes of all samples."""
+    """The model that plain torch makes of all samples."""
     model = made()
     optimizer = optimizer_of(model)
     for step in range(steps):

@@ -110,7 +110,7 @@ def states(mesh: DeviceMesh) -> Iterator[tuple[str, bool]]:
 
 
 def variants(store: Path) -> dict[str, float | bool]:
-    """What differs from torch by name; True of what is as it should be."""
+    """Differences from torch by name; True where something is as it should be."""
     torch.set_num_threads(1)
     world = join(store)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

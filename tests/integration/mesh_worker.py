@@ -49,7 +49,7 @@ def gradient(unit: int, version: int, row: int) -> Array:
 
 @dataclass
 class Steps:
-    """What a worker has seen.
+    """The steps that a worker has seen.
 
     Attributes:
         replicas: per version that was committed with its vote, the number of replicas.

@@ -38,14 +38,12 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import LocalSteps
 from axon_ps.sharding.precision import WirePrecision
+from axon_ps.sharding.traffic import BUFFERS
 from axon_ps.types import DType, Hyper, StepResult
 from axon_ps.worker.world import World, world_of
 
 _LEAST_WEIGHT = 1e-6
 """Least weight of a step, beside 0. The largest weight is one over this."""
-
-_BUFFERS = 2
-"""Limit of the push buffers, as a multiple of the largest unit, if no inner steps overlap with an outer step."""
 
 
 class DiLoCo:
@@ -164,7 +162,7 @@ class DiLoCo:
                 for spec, units, each in zip(specs, divided, called, strict=True)
             ]
             numel = [w.unit.numel for fragment in self._fragments for w in fragment.units]
-            buffer_bytes = _BUFFERS * max(numel) * precision.grad.itemsize
+            buffer_bytes = BUFFERS * max(numel) * precision.grad.itemsize
             if overlap_steps:
                 buffer_bytes = max(fragment.nbytes for fragment in self._fragments)
             self._meter = Meter()

@@ -1,4 +1,4 @@
-"""What the workers of a mesh tell each other: ranks, units, and the optimizer's groups. A dict stands for the job."""
+"""Workers of a mesh tell each other ranks, units, and the optimizer's groups. A dict stands for the job."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Held(Masters):
 
 
 class Part:
-    """What `WrappedValues` needs of a runtime, to read full parameters."""
+    """The part of a runtime by which `WrappedValues` reads full parameters."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.masters = Held([torch.randn(unit.numel) for unit in spec.layout.units])
@@ -72,7 +72,7 @@ class Part:
 
 @dataclass
 class Wrapped:
-    """What it needs of the options."""
+    """The options that it reads."""
 
     spec: JobSpec
     replicated: bool = False

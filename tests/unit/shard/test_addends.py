@@ -36,7 +36,7 @@ def made(*, replicas: int = 2, queue_bytes: int = 0, grad: DType = DType.F32) ->
 
 
 def push(engine: ShardEngine, unit: int, replica: int, addend: int, grad: Array | None) -> set[Push]:
-    """What becomes of the chunks of a gradient."""
+    """Push the chunks of a gradient; return the fate of each."""
     dtype = engine.precision.grad
     wire = None if grad is None else cast_to(grad, dtype)
     owned = engine.slices.of(unit, 0)

@@ -15,8 +15,9 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import FullTensor, Layout, Parameter, Unit, build_unit
 from axon_ps.sharding.moves import Move, TensorSources
 from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
-from axon_ps.sharding.raw import encoded_as, put, range_with, stored, tensor_of
+from axon_ps.sharding.raw import encoded_as, tensor_of
 from axon_ps.types import ELEMENTS, Array, DType
+from moved_arrays import carry_out
 
 F32 = DType.F32
 Shape = tuple[int, ...]
@@ -127,19 +128,6 @@ def filled(new: Layout, old: Layout, sources: list[Array], plan: Plan) -> list[A
         for move in origin.moves_into(s, new):
             carry_out(move, sources[move.source_unit], units[s.unit][s.begin : s.end], s.begin)
     return units
-
-
-def carry_out(move: Move, values: Array, out: Array, begin: int) -> None:
-    """Do to arrays what `OpenSlices.copy` does to files."""
-    for row in range(move.rows):
-        first, at = move.source_begin + row * move.source_step, move.begin + row * move.step
-        if move.converts is None:
-            out[at - begin : at - begin + move.numel] = values[first : first + move.numel]
-            continue
-        source, target = move.converts
-        words, end = range_with(source, first, first + move.numel)
-        read = values[source.offset + words : source.offset + end]
-        put(stored(read, source, words, first, first + move.numel, target), target, at, out, begin)
 
 
 def moved(move: Move, source: Array, out: Array) -> None:

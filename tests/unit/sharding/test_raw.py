@@ -7,11 +7,12 @@ import pytest
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, Unit, build_unit, first_difference
-from axon_ps.sharding.moves import Move, TensorSources
+from axon_ps.sharding.moves import TensorSources
 from axon_ps.sharding.plan import Slice
-from axon_ps.sharding.raw import encoded_as, put, range_with, stored, tensor_of
+from axon_ps.sharding.raw import encoded_as, tensor_of
 from axon_ps.types import ELEMENTS, Array, DType
 from axon_ps.wire import codec
+from moved_arrays import carry_out
 
 F32, BF16, F64, U8 = DType.F32, DType.BF16, DType.F64, DType.U8
 
@@ -51,19 +52,6 @@ def test_a_unit_is_raw_and_frozen_or_neither() -> None:
     one, other = (Layout(units=(build_unit("u", [("p", (4,), BF16)], trainable=False, raw=r),)) for r in (True, False))
     assert first_difference(one, other) == "parameter 'p' is sent as its bits here and as numbers in the job"
     assert one.digest != other.digest
-
-
-def carry_out(move: Move, values: Array, out: Array, begin: int) -> None:
-    """Do to arrays what `OpenSlices.copy` does to files."""
-    for row in range(move.rows):
-        first, at = move.source_begin + row * move.source_step, move.begin + row * move.step
-        if move.converts is None:
-            out[at - begin : at - begin + move.numel] = values[first : first + move.numel]
-            continue
-        source, target = move.converts
-        words, end = range_with(source, first, first + move.numel)
-        read = values[source.offset + words : source.offset + end]
-        put(stored(read, source, words, first, first + move.numel, target), target, at, out, begin)
 
 
 def restored(target: Unit, source: Unit, values: Array, cuts: tuple[int, ...]) -> Array:
